@@ -1,0 +1,44 @@
+"""Slackwater: rollouts for reinforcement learning, with every token labelled by the policy that made it.
+
+Import what you need from its package: ``from slackwater.publish.publisher import Publisher``. The root holds the
+error tree alone, so that importing it costs nothing.
+"""
+
+from slackwater.errors import (
+    AuthError,
+    ConflictError,
+    CorruptError,
+    InternalError,
+    InvalidInputError,
+    LostRaceError,
+    NotFoundError,
+    OverloadedError,
+    PolicyUnmetError,
+    ReplicaLostError,
+    SlackwaterError,
+    SwapError,
+    UnavailableError,
+    UnsupportedError,
+    WrongBaseError,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AuthError",
+    "ConflictError",
+    "CorruptError",
+    "InternalError",
+    "InvalidInputError",
+    "LostRaceError",
+    "NotFoundError",
+    "OverloadedError",
+    "PolicyUnmetError",
+    "ReplicaLostError",
+    "SlackwaterError",
+    "SwapError",
+    "UnavailableError",
+    "UnsupportedError",
+    "WrongBaseError",
+    "__version__",
+]

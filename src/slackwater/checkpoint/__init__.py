@@ -1,0 +1,1 @@
+"""The checkpoint format: bytes in, values out. Pure: no file, socket, clock or torch."""

@@ -1,0 +1,1 @@
+"""`slackwater demo`: a trainer, a fleet and a bucket on this machine, before your eyes."""

@@ -1,0 +1,1 @@
+"""Frozen settings of each process, with units and bounds."""

@@ -1,0 +1,1 @@
+"""The inference engine seam, and the engines behind it."""

@@ -1,0 +1,143 @@
+"""The engine seam: what a replica needs of an inference engine, and nothing about where bytes come from.
+
+An engine generates under one set of weights and can exchange them between two steps. The order of an exchange:
+
+1. ``read`` old bits while serving: the caller decodes and checks the delta against them.
+2. ``stage`` while serving: the engine translates to its own storages and saves what undo needs.
+3. ``commit``: at the next step boundary, write everything, flip the label and the cache namespace.
+4. ``undo`` puts back what the last commit replaced, at a step boundary too.
+
+Implementations live on one event loop; methods may be called concurrently where they don't say otherwise.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from slackwater.checkpoint.tensor import Bits, TensorSpec, Tile, TileWrite
+from slackwater.ids import Version
+from slackwater.rollout.completer import Answer
+from slackwater.rollout.request import CompletionRequest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineDescription:
+    """What never changes while an engine runs."""
+
+    model: str
+    """Architecture, as the checkpoint's config names it."""
+    window: int
+    """Most tokens of prompt and completion together."""
+    vocab_size: int
+    slots: int
+    """Answers decoded at once; more wait in order."""
+    numerics: str
+    """Fingerprint of the arithmetic: library versions, dtype, kernel shapes, threads. Equal fingerprints on equal
+    hardware give equal log-probabilities."""
+    eos_token_ids: tuple[int, ...]
+    """Tokens that end an answer, from the checkpoint's generation config."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineStats:
+    """One moment of an engine."""
+
+    version: Version
+    """The label of the weights in place."""
+    active: int
+    """Answers in a slot."""
+    waiting: int
+    """Answers admitted and waiting for a slot."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommitReport:
+    """What a commit or an undo did."""
+
+    pause_s: float
+    """Seconds between the two steps that the exchange stood between: no token was made in it."""
+    bytes_written: int
+    in_flight: int
+    """Answers that went on across it."""
+
+
+class Staged(Protocol):
+    """Writes that an engine has translated and holds ready, with what undoing them needs."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Host memory held: O(what changes), never O(model) for a sparse delta."""
+        ...
+
+
+class Engine(Protocol):
+    """See the module's docstring for the order of an exchange."""
+
+    def describe(self) -> EngineDescription:
+        """What never changes. Cheap, any thread."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """This moment. Cheap, any thread."""
+        ...
+
+    async def generate(self, request: CompletionRequest) -> Answer:
+        """Queue a request; tokens carry the version that samples them. The policy is checked in the step that
+        samples the first token: unmet, iteration raises PolicyUnmetError before any token. Answers in flight
+        keep their KV over a commit (mode *continue*); answers that have no token yet start over under the new
+        weights, so one version builds a whole prompt's KV.
+
+        Raises:
+            InvalidInputError: Prompt plus one token exceeds the window, or a token id is outside the vocabulary.
+                ``max_tokens`` past the window is cut to it; the answer then ends with ``Finish.LENGTH``.
+            UnavailableError: The engine is closed or its loop died.
+        """
+        ...
+
+    def tensors(self) -> Mapping[str, TensorSpec]:
+        """The checkpoint tensors that the engine holds, by canonical name. A tied tensor appears once."""
+        ...
+
+    def read(self, name: str, tile: Tile) -> Bits:
+        """The bits now in place, without a copy where the engine can: ``tile.count`` elements, not to be written.
+        Valid until the next commit or undo begins. Any thread; the caller doesn't overlap it with those.
+
+        Raises:
+            NotFoundError: The engine holds no such tensor.
+            UnsupportedError: This engine can't read its weights back.
+        """
+        ...
+
+    async def stage(self, writes: Sequence[TileWrite]) -> Staged:
+        """Translate writes and save the bits they will replace, while serving. Nothing changes yet.
+
+        Raises:
+            NotFoundError: A write names a tensor that the engine does not hold.
+            InvalidInputError: A write doesn't fit its tensor.
+        """
+        ...
+
+    async def commit(self, staged: Staged, version: Version) -> CommitReport:
+        """At the next step boundary: write all of ``staged``, label the weights ``version``, flip the cache
+        namespace. All or nothing: on any error the old bits are put back before it is raised.
+
+        Raises:
+            SwapError: It failed; the old version is in place and serves.
+        """
+        ...
+
+    async def undo(self, staged: Staged, version: Version) -> CommitReport:
+        """Put back what the commit of ``staged``, the last one, replaced, and label the weights ``version``.
+
+        Raises:
+            SwapError: ``staged`` isn't the last commit.
+        """
+        ...
+
+    async def abort_all(self) -> int:
+        """End every answer with ``Finish.ABORT``; tokens so far stand. Returns how many."""
+        ...
+
+    async def close(self) -> None:
+        """Abort everything, stop the loop, free the weights. Idempotent."""
+        ...

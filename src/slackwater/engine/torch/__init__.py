@@ -1,0 +1,1 @@
+"""The embedded engine: torch, transformers' modelling code, a small continuous-batching loop."""

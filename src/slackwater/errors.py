@@ -1,0 +1,135 @@
+"""The one error tree, grouped by what a handler does.
+
+::
+
+    SlackwaterError
+      InvalidInputError    the caller's fault: change the request                     (also ValueError)
+      AuthError            no key, or a key without this right
+      NotFoundError        no such bucket, snapshot, object, replica or model          (also LookupError)
+      ConflictError        someone else moved first, or the states do not fit: read again, plan again
+        LostRaceError      another publisher committed this version
+        WrongBaseError     a delta was made on another state than the one held
+        PolicyUnmetError   no replica holds a policy version that the request admits: retry later
+      CorruptError         a digest, bound or format is wrong: discard, fetch elsewhere, never retry the bytes
+      UnavailableError     transient: retry with back-off
+        ReplicaLostError   the replica that served the request is gone
+        OverloadedError    no capacity now: shed
+      SwapError            a swap failed: the old version serves on
+      UnsupportedError     this engine, store or model cannot do that
+      InternalError        ours: please report
+
+Every error says what happened, where, and what to do. ``kind`` is a stable, append-only machine code.
+"""
+
+from typing import ClassVar
+
+
+class SlackwaterError(Exception):
+    """Base of every error that Slackwater raises.
+
+    Args:
+        message: One sentence: what happened and where.
+        hint: What the reader can do about it; empty where the message says it already.
+    """
+
+    kind: ClassVar[str] = "error"
+    """Stable machine code, on the wire and in logs."""
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message} ({self.hint})" if self.hint else self.message
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (type(self), self.message, self.hint)
+
+
+def _rebuild(cls: type[SlackwaterError], message: str, hint: str) -> SlackwaterError:
+    return cls(message, hint=hint)
+
+
+class InvalidInputError(SlackwaterError, ValueError):
+    """The caller's fault: change the request."""
+
+    kind = "invalid_input"
+
+
+class AuthError(SlackwaterError):
+    """No key, or a key without this right."""
+
+    kind = "auth"
+
+
+class NotFoundError(SlackwaterError, LookupError):
+    """No such bucket, snapshot, object, replica or model."""
+
+    kind = "not_found"
+
+
+class ConflictError(SlackwaterError):
+    """Someone else moved first, or the states do not fit: read again, plan again."""
+
+    kind = "conflict"
+
+
+class LostRaceError(ConflictError):
+    """Another publisher committed this version: read the head again, publish on it."""
+
+    kind = "lost_race"
+
+
+class WrongBaseError(ConflictError):
+    """A delta was made on another state than the one held: catch up from an anchor."""
+
+    kind = "wrong_base"
+
+
+class PolicyUnmetError(ConflictError):
+    """No replica holds a policy version that the request admits: retry later."""
+
+    kind = "policy_unmet"
+
+
+class CorruptError(SlackwaterError):
+    """A digest, bound or format is wrong: discard, fetch elsewhere, never retry the same bytes."""
+
+    kind = "corrupt"
+
+
+class UnavailableError(SlackwaterError):
+    """Transient: retry with back-off."""
+
+    kind = "unavailable"
+
+
+class ReplicaLostError(UnavailableError):
+    """The replica that served the request is gone; nothing of its answer is left."""
+
+    kind = "replica_lost"
+
+
+class OverloadedError(UnavailableError):
+    """No capacity now: the request was shed before any work was done."""
+
+    kind = "overloaded"
+
+
+class SwapError(SlackwaterError):
+    """A swap failed: the old version serves on."""
+
+    kind = "swap"
+
+
+class UnsupportedError(SlackwaterError):
+    """This engine, store or model cannot do that."""
+
+    kind = "unsupported"
+
+
+class InternalError(SlackwaterError):
+    """Ours: please report it."""
+
+    kind = "internal"

@@ -1,0 +1,1 @@
+"""Hot-load operations over a fleet: the machine, the conductor, the native front."""

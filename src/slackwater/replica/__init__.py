@@ -1,0 +1,1 @@
+"""One engine that follows its target version while it serves."""

@@ -1,0 +1,115 @@
+"""What an answer proves of itself: tokens with their log-probabilities, policy versions, replica and end."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from slackwater.errors import InternalError
+from slackwater.ids import BootId, ReplicaId, RunId, Version
+
+
+class Finish(StrEnum):
+    """Why an answer ended."""
+
+    STOP = "stop"
+    """A stop token or stop string, or the end of the forced tokens."""
+    LENGTH = "length"
+    """``max_tokens`` or the context window."""
+    ABORT = "abort"
+    """The caller or an operator ended it; the tokens so far stand."""
+    POLICY_CHANGED = "policy_changed"
+    """``exact_version`` was asked for and the replica moved on; the tokens so far stand."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenStep:
+    """One sampled token, stamped in the step that sampled it."""
+
+    token_id: int
+    logprob: float
+    """Natural log of the behaviour probability: of the processed distribution that the token was drawn from."""
+    version: Version
+    """The policy version whose weights made the logits."""
+    top_ids: tuple[int, ...] = ()
+    """The most probable tokens, falling; at most ``top_logprobs`` and only those of the distribution's support."""
+    top_logprobs: tuple[float, ...] = ()
+    """As long as ``top_ids``; of the same distribution as ``logprob``."""
+    finish: Finish | None = None
+    """Set on the last token of the answer, and only there."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Origin:
+    """Who answered."""
+
+    replica: ReplicaId
+    boot: BootId
+    run: RunId
+    """The lineage that the versions count in."""
+    seed: int
+    """The seed that the draws used: the request's, or the one the replica picked."""
+    cached_tokens: int = 0
+    """Prompt tokens whose KV was reused, always of the version that samples the first token."""
+    prompt_version: Version | None = None
+    """The version that built the prompt's KV; None where it isn't known yet."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicySpan:
+    """Completion tokens ``[start, end)`` were sampled by ``version``."""
+
+    version: Version
+    start: int
+    end: int
+
+
+def spans(versions: Iterable[Version]) -> tuple[PolicySpan, ...]:
+    """Fold one version per token into spans: adjacent, in order, covering every token.
+
+    Example: ``7, 7, 8`` gives ``[7, 0, 2)`` and ``[8, 2, 3)``.
+    """
+    folded: list[PolicySpan] = []
+    for index, version in enumerate(versions):
+        if folded and folded[-1].version == version:
+            folded[-1] = PolicySpan(version=version, start=folded[-1].start, end=index + 1)
+        else:
+            folded.append(PolicySpan(version=version, start=index, end=index + 1))
+    return tuple(folded)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completion:
+    """A whole answer. All token-wise fields are equally long."""
+
+    origin: Origin
+    steps: tuple[TokenStep, ...]
+    finish: Finish
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The sampled ids, in order; the contract of which text is a view."""
+        return tuple(step.token_id for step in self.steps)
+
+    @property
+    def logprobs(self) -> tuple[float, ...]:
+        """Behaviour log-probabilities, natural log."""
+        return tuple(step.logprob for step in self.steps)
+
+    @property
+    def policy(self) -> tuple[PolicySpan, ...]:
+        """The policy spans over the completion's tokens."""
+        return spans(step.version for step in self.steps)
+
+
+def collect(origin: Origin, steps: Iterable[TokenStep], finish: Finish | None = None) -> Completion:
+    """Join steps into a completion; ``finish`` stands in where the last step carries none (an abort).
+
+    Raises:
+        InternalError: No step says how the answer ended and ``finish`` is absent.
+    """
+    joined = tuple(steps)
+    end = joined[-1].finish if joined else None
+    end = end or finish
+    if end is None:
+        raise InternalError("an answer ended without a finish")
+    return Completion(origin=origin, steps=joined, finish=end)

@@ -1,0 +1,1 @@
+"""Which replica answers: pure choice and table, one driver."""

@@ -1,0 +1,1 @@
+"""Logs of Slackwater's processes."""

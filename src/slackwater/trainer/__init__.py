@@ -1,0 +1,1 @@
+"""What a training loop imports: samples, client, alignment, recipes."""

@@ -1,0 +1,1 @@
+"""GRPO in plain torch, on a verifiable reward: the demo's trainer."""

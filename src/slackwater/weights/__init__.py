@@ -1,0 +1,1 @@
+"""Where tensors come from: folders of safetensors and state dicts, as integer views."""
