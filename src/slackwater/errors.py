@@ -88,9 +88,26 @@ class WrongBaseError(ConflictError):
 
 
 class PolicyUnmetError(ConflictError):
-    """No replica holds a policy version that the request admits: retry later."""
+    """No replica holds a policy version that the request admits: retry later.
+
+    Args:
+        message: One sentence: what happened and where.
+        hint: What the reader can do about it; empty where the message says it already.
+        versions: The versions held where the request was turned away.
+    """
 
     kind = "policy_unmet"
+
+    def __init__(self, message: str, *, hint: str = "", versions: tuple[int, ...] = ()) -> None:
+        super().__init__(message, hint=hint)
+        self.versions = versions
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild_unmet, (self.message, self.hint, self.versions)
+
+
+def _rebuild_unmet(message: str, hint: str, versions: tuple[int, ...]) -> PolicyUnmetError:
+    return PolicyUnmetError(message, hint=hint, versions=versions)
 
 
 class CorruptError(SlackwaterError):

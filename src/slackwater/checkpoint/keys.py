@@ -17,7 +17,7 @@ def manifest_key(run: RunId, version: Version) -> str:
 
 
 def anchor_key(run: RunId, version: Version, digest: str, file: str) -> str:
-    """A file of an anchor. ``digest`` (16 hex characters of the content) keeps two racing publishers apart."""
+    """A file of an anchor. ``digest`` (16 hex characters of the content) keeps racing publishers apart."""
     return f"{run}/anchors/{version:08d}-{digest}/{file}"
 
 

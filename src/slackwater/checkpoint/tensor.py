@@ -69,15 +69,34 @@ class Tile:
 
 
 def tiles(spec: TensorSpec) -> Iterator[Tile]:
-    """Cut a tensor into tiles: whole rows (slices of the first axis), at most `TILE_ELEMENTS` each where a row fits.
+    """Cut a tensor into tiles: whole rows (slices of the first axis), at most `TILE_ELEMENTS` each.
 
     A row longer than that is a tile of its own. A tensor without elements has no tiles.
     """
-    total = spec.num_elements
-    row = math.prod(spec.shape[1:]) if spec.shape else 1
+    return (tile_at(spec, index) for index in range(tile_count(spec)))
+
+
+def tile_count(spec: TensorSpec) -> int:
+    """How many tiles `tiles` cuts. Cheap, whatever the shape claims."""
+    return len(_starts(spec))
+
+
+def tile_at(spec: TensorSpec, index: int) -> Tile:
+    """One tile of `tiles`.
+
+    Raises:
+        InvalidInputError: The tensor has no such tile.
+    """
+    starts = _starts(spec)
+    if not 0 <= index < len(starts):
+        raise InvalidInputError(f"{spec.name} has {len(starts)} tiles, not a tile {index}")
+    return Tile(index=index, start=starts[index], count=min(starts.step, spec.num_elements - starts[index]))
+
+
+def _starts(spec: TensorSpec) -> range:
+    row = math.prod(spec.shape[1:])
     step = max(1, TILE_ELEMENTS // max(row, 1)) * row
-    for index, start in enumerate(range(0, total, max(step, 1))):
-        yield Tile(index=index, start=start, count=min(step, total - start))
+    return range(0, spec.num_elements, max(step, 1))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

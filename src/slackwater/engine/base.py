@@ -48,6 +48,8 @@ class EngineStats:
     """Answers in a slot."""
     waiting: int
     """Answers admitted and waiting for a slot."""
+    failure: str = ""
+    """Why it no longer answers, for people; empty while it does."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +72,21 @@ class Staged(Protocol):
         ...
 
 
-class Engine(Protocol):
+class TileReader(Protocol):
+    """Reads weights back, tile by tile."""
+
+    def read(self, name: str, tile: Tile) -> Bits:
+        """The bits now in place, without a copy where the engine can: ``tile.count`` elements, not to be written.
+        Valid until the next commit or undo begins. Any thread; the caller doesn't overlap it with those.
+
+        Raises:
+            NotFoundError: The engine holds no such tensor.
+            UnsupportedError: This engine can't read its weights back.
+        """
+        ...
+
+
+class Engine(TileReader, Protocol):
     """See the module's docstring for the order of an exchange."""
 
     def describe(self) -> EngineDescription:
@@ -96,16 +112,6 @@ class Engine(Protocol):
 
     def tensors(self) -> Mapping[str, TensorSpec]:
         """The checkpoint tensors that the engine holds, by canonical name. A tied tensor appears once."""
-        ...
-
-    def read(self, name: str, tile: Tile) -> Bits:
-        """The bits now in place, without a copy where the engine can: ``tile.count`` elements, not to be written.
-        Valid until the next commit or undo begins. Any thread; the caller doesn't overlap it with those.
-
-        Raises:
-            NotFoundError: The engine holds no such tensor.
-            UnsupportedError: This engine can't read its weights back.
-        """
         ...
 
     async def stage(self, writes: Sequence[TileWrite]) -> Staged:

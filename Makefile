@@ -1,0 +1,50 @@
+# Every goal makes its own set-up: Python >= 3.11, pip, make and git are all that a machine needs.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test test-unit test-system test-engines check format lock clean help
+
+help: ## show this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
+
+$(READY): requirements.lock pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	touch $(READY)
+
+demo: $(READY) ## train a real small model against a real fleet on this machine (ARGS="--steps 6" and others)
+	$(BIN)/slackwater demo $(ARGS)
+
+test: $(READY) ## all tests that need only pip
+	$(BIN)/pytest $(ARGS)
+
+test-unit: $(READY) ## unit, hostile, frozen and stateful tests: under a minute
+	$(BIN)/pytest tests/unit tests/hostile tests/frozen tests/stateful $(ARGS)
+
+test-system: $(READY) ## tests with system packages (none yet in this version)
+	@echo "test-system: no test needs a system package in this version"
+
+test-engines: $(READY) ## tests with vLLM, Ray and TRL (none yet in this version)
+	@echo "test-engines: this version has the embedded engine alone; make test proves it"
+
+check: $(READY) ## format, lint, strict types, docs, layers
+	$(BIN)/ruff format --check src tests examples
+	$(BIN)/ruff check src tests examples
+	$(BIN)/pyright
+	$(BIN)/pytest -q tests/unit/test_layers.py tests/unit/test_public_api.py tests/unit/test_import_cost.py tests/unit/test_docs.py
+
+bench-demo: $(READY) ## the demo as a benchmark: last line is one JSON object
+	$(BIN)/slackwater demo $(ARGS)
+
+format: $(READY) ## rewrite to the house format
+	$(BIN)/ruff format src tests examples
+	$(BIN)/ruff check --fix src tests examples
+
+lock: ## write requirements.lock anew from requirements.in (needs pip-tools)
+	$(PYTHON) scripts/lock.py
+
+clean: ## remove what the goals made
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis out

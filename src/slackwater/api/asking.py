@@ -1,0 +1,169 @@
+"""From a body to requests: defaults, bounds and what the caller wants to see of the evidence. Pure."""
+
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+from slackwater.api.schema import ChatBody, Sampled, TextBody
+from slackwater.errors import InvalidInputError, NotFoundError
+from slackwater.ids import RequestId, Version
+from slackwater.rollout.request import (
+    ANY_POLICY,
+    CompletionRequest,
+    PolicyConstraint,
+    SamplingSpec,
+)
+
+DEFAULT_MAX_TOKENS: Final = 1024
+"""Most tokens of an answer whose request names no limit; less where less of the window is left."""
+MAX_CHOICES: Final = 64
+"""Most answers to one request."""
+MAX_STOPS: Final = 16
+"""Most stop strings."""
+MAX_STOP_CHARACTERS: Final = 256
+"""Longest stop string."""
+MAX_MESSAGES: Final = 10_000
+"""Most messages of one conversation."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """What the reply shows."""
+
+    stops: tuple[str, ...] = ()
+    stream: bool = False
+    usage: bool = False
+    """A stream's last chunk carries the usage."""
+    logprobs: bool = False
+    top_logprobs: int = 0
+    token_ids: bool = False
+    engine_data: bool = False
+
+
+def chat_wanted(body: ChatBody) -> Wanted:
+    """Read what a chat body wants, and refuse what it can't have.
+
+    Raises:
+        InvalidInputError: A bound is exceeded.
+        UnsupportedError: A field asks for something that this server doesn't do.
+    """
+    if not 1 <= len(body.messages) <= MAX_MESSAGES:
+        raise InvalidInputError("messages is out of range", hint=f"send 1 to {MAX_MESSAGES}")
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidInputError("top_logprobs needs logprobs", hint='send "logprobs": true as well')
+    return _wanted(body, logprobs=bool(body.logprobs), top=body.top_logprobs or 0)
+
+
+def text_wanted(body: TextBody) -> Wanted:
+    """As `chat_wanted`."""
+    return _wanted(body, logprobs=body.logprobs is not None, top=body.logprobs or 0)
+
+
+def _wanted(body: Sampled, *, logprobs: bool, top: int) -> Wanted:
+    body.refuse()
+    _within("n", _or(body.n, 1), MAX_CHOICES)
+    return Wanted(
+        stops=_stops(body.stop),
+        stream=bool(body.stream),
+        usage=bool(body.stream_options and body.stream_options.include_usage),
+        logprobs=logprobs,
+        top_logprobs=top,
+        token_ids=bool(body.return_token_ids),
+        engine_data=bool(body.engine_data),
+    )
+
+
+def check_model(asked: str, served: str) -> None:
+    """Raises NotFoundError unless ``asked`` is empty or the model that is served."""
+    if asked not in ("", served):
+        raise NotFoundError(f"model {asked[:80]!r} isn't served here", hint=f"this server has {served!r}")
+
+
+def requests(
+    body: Sampled,
+    wanted: Wanted,
+    prompt_ids: tuple[int, ...],
+    *,
+    window: int,
+    request_id: str,
+    model: str,
+) -> tuple[CompletionRequest, ...]:
+    """One request per choice; choice ``i`` draws with ``seed + i``.
+
+    Args:
+        body: The decoded body.
+        wanted: Of the same body.
+        prompt_ids: The rendered prompt.
+        window: Context window in tokens.
+        request_id: Unique; each choice appends its index.
+        model: Name of the served model.
+
+    Raises:
+        InvalidInputError: A bound is exceeded, or nothing of the window is left.
+    """
+    left = window - len(prompt_ids)
+    if left < 1:
+        raise InvalidInputError(
+            f"the prompt has {len(prompt_ids)} tokens and the window {window}", hint="shorten the prompt"
+        )
+    forced = body.forced_token_ids or ()
+    if len(forced) > left:
+        raise InvalidInputError("forced_token_ids exceeds the window", hint=f"{left} tokens are left of {window}")
+    return tuple(
+        CompletionRequest(
+            request_id=RequestId(f"{request_id}-{index}"),
+            prompt_ids=prompt_ids,
+            sampling=_sampling(body, wanted, index, len(forced) or min(left, DEFAULT_MAX_TOKENS)),
+            policy=_policy(body),
+            forced_ids=forced,
+            streamed=wanted.stream,
+            model=model,
+        )
+        for index in range(_or(body.n, 1))
+    )
+
+
+def _sampling(body: Sampled, wanted: Wanted, index: int, default_tokens: int) -> SamplingSpec:
+    limit = body.max_completion_tokens if isinstance(body, ChatBody) else None
+    return SamplingSpec(
+        max_tokens=_or(limit, _or(body.max_tokens, default_tokens)),
+        temperature=_or(body.temperature, 1.0),
+        top_p=_or(body.top_p, 1.0),
+        top_k=0 if body.top_k == -1 else _or(body.top_k, 0),
+        seed=None if body.seed is None else body.seed + index,
+        stop_token_ids=body.stop_token_ids or (),
+        top_logprobs=wanted.top_logprobs,
+    )
+
+
+def _policy(body: Sampled) -> PolicyConstraint:
+    if body.policy is None:
+        return ANY_POLICY
+    low, exact = body.policy.min_version, body.policy.exact_version
+    if min(_or(low, 0), _or(exact, 0)) < 0:
+        raise InvalidInputError("policy is out of range", hint="versions count from 0")
+    return PolicyConstraint(
+        min_version=None if low is None else Version(low),
+        exact_version=None if exact is None else Version(exact),
+    )
+
+
+def _stops(stop: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    stops = () if stop is None else (stop,) if isinstance(stop, str) else stop
+    if len(stops) > MAX_STOPS or not all(1 <= len(text) <= MAX_STOP_CHARACTERS for text in stops):
+        raise InvalidInputError(
+            "stop is out of range",
+            hint=f"at most {MAX_STOPS} strings of 1 to {MAX_STOP_CHARACTERS} characters",
+        )
+    return stops
+
+
+def _within(name: str, value: int, most: int) -> None:
+    if not 1 <= value <= most:
+        raise InvalidInputError(f"{name} is out of range", hint=f"allowed: 1 to {most}")
+
+
+_Value = TypeVar("_Value")
+
+
+def _or(value: _Value | None, default: _Value) -> _Value:
+    return default if value is None else value

@@ -1,0 +1,95 @@
+"""``engine_data``: what an answer proves of itself, exact, for trainers."""
+
+import math
+from typing import Final, Literal
+
+import msgspec
+
+from slackwater.api.arrays import Array, array
+from slackwater.ids import BootId, ReplicaId, RunId, Version
+from slackwater.rollout.evidence import Completion, Finish
+
+_ABSENT_ID: Final = -1
+"""Fills rows of ``top`` whose distribution has fewer tokens than were asked for."""
+
+
+class Logprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """One log-probability per completion token."""
+
+    kind: Literal["processed"] = "processed"
+    """Of the distribution that the token was drawn from, after temperature, top_k and top_p."""
+    values: Array
+    """float32 of shape [tokens], natural log."""
+
+
+class Top(msgspec.Struct, frozen=True, kw_only=True):
+    """The most probable tokens per position, falling; of shape [tokens, k]."""
+
+    ids: Array
+    """int32; -1 where the distribution has no further token."""
+    logprobs: Array
+    """float32; minus infinity there."""
+
+
+class EngineData(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One choice's evidence. All token-wise fields cover exactly the sampled tokens."""
+
+    run: RunId
+    """The lineage that the versions count in."""
+    replica: ReplicaId
+    boot_id: BootId
+    policy: tuple[tuple[Version, int, int], ...]
+    """[version, start, end) over the completion's tokens."""
+    prompt_version: Version | None
+    """The version that built the prompt's KV."""
+    token_ids: Array
+    logprobs: Logprobs
+    seed: int
+    cached_tokens: int
+    finish: Finish
+    status: dict[str, str]
+    """What each evidence field is worth: ok, unsupported, not_requested. Readers expect more words to come."""
+    top: Top | None = None
+    """Absent unless alternatives were asked for."""
+
+
+def engine_data(completion: Completion, top_logprobs: int) -> EngineData:
+    """Describe a whole answer.
+
+    Args:
+        completion: The answer.
+        top_logprobs: How many alternatives were asked for.
+    """
+    origin = completion.origin
+    return EngineData(
+        run=origin.run,
+        replica=origin.replica,
+        boot_id=origin.boot,
+        policy=tuple((span.version, span.start, span.end) for span in completion.policy),
+        prompt_version=origin.prompt_version,
+        token_ids=array("int32", completion.token_ids),
+        logprobs=Logprobs(values=array("float32", completion.logprobs)),
+        top=_top(completion, top_logprobs) if top_logprobs else None,
+        seed=origin.seed,
+        cached_tokens=origin.cached_tokens,
+        finish=completion.finish,
+        status={
+            "policy": "ok",
+            "token_ids": "ok",
+            "logprobs": "ok",
+            "top": "ok" if top_logprobs else "not_requested",
+            "routed_experts": "unsupported",
+            "sampling_mask": "unsupported",
+        },
+    )
+
+
+def _top(completion: Completion, width: int) -> Top:
+    ids: list[int] = []
+    logprobs: list[float] = []
+    for step in completion.steps:
+        missing = width - len(step.top_ids)
+        ids += [*step.top_ids, *[_ABSENT_ID] * missing][:width]
+        logprobs += [*step.top_logprobs, *[-math.inf] * missing][:width]
+    shape = (len(completion.steps), width)
+    return Top(ids=array("int32", ids, shape), logprobs=array("float32", logprobs, shape))

@@ -1,0 +1,98 @@
+"""Errors on the wire: a table from kind to HTTP status, one envelope, and the way back into the error tree."""
+
+from collections.abc import Iterator
+from http import HTTPStatus
+from types import MappingProxyType
+from typing import Final
+
+import msgspec
+
+from slackwater.api.schema import FIELDS
+from slackwater.errors import CorruptError, InternalError, PolicyUnmetError, SlackwaterError, UnavailableError
+
+STATUS: Final = MappingProxyType(
+    {
+        "invalid_input": HTTPStatus.BAD_REQUEST,
+        "unsupported": HTTPStatus.BAD_REQUEST,
+        "auth": HTTPStatus.UNAUTHORIZED,
+        "not_found": HTTPStatus.NOT_FOUND,
+        "conflict": HTTPStatus.CONFLICT,
+        "lost_race": HTTPStatus.CONFLICT,
+        "wrong_base": HTTPStatus.CONFLICT,
+        "policy_unmet": HTTPStatus.CONFLICT,
+        "unavailable": HTTPStatus.SERVICE_UNAVAILABLE,
+        "replica_lost": HTTPStatus.SERVICE_UNAVAILABLE,
+        "overloaded": HTTPStatus.SERVICE_UNAVAILABLE,
+        "corrupt": HTTPStatus.INTERNAL_SERVER_ERROR,
+        "swap": HTTPStatus.INTERNAL_SERVER_ERROR,
+        "internal": HTTPStatus.INTERNAL_SERVER_ERROR,
+        "error": HTTPStatus.INTERNAL_SERVER_ERROR,
+    }
+)
+"""HTTP status by error kind. A key without the right is 403; every other error has the status of its kind."""
+
+RETRY_AFTER_S: Final = 1
+"""What ``Retry-After`` says."""
+
+RETRYABLE: Final = frozenset({"policy_unmet", "unavailable", "replica_lost", "overloaded"})
+"""Kinds whose answer carries ``Retry-After``: the same request may succeed later."""
+
+
+class Fault(msgspec.Struct, frozen=True, kw_only=True):
+    """An error as its envelope carries it: OpenAI's four fields, and ours."""
+
+    message: str
+    type: str = "error"
+    """The kind."""
+    param: str | None = None
+    """The field of the request that is wrong, where one is."""
+    code: str | None = None
+    """The kind again: OpenAI's clients show this one."""
+    hint: str = ""
+    versions: tuple[int, ...] = ()
+    """Policy versions held; of ``policy_unmet`` alone."""
+
+
+class Envelope(msgspec.Struct, frozen=True):
+    """The body of every error."""
+
+    error: Fault
+
+
+def fault(error: SlackwaterError) -> Fault:
+    """Describe an error. Messages about one field start with its name; that is where ``param`` comes from."""
+    name = error.message.partition(" ")[0]
+    return Fault(
+        message=str(error),
+        type=error.kind,
+        param=name if name in FIELDS else None,
+        code=error.kind,
+        hint=error.hint,
+        versions=error.versions if isinstance(error, PolicyUnmetError) else (),
+    )
+
+
+def rebuild(seen: Fault) -> SlackwaterError:
+    """The error that another process described; an unknown kind is an InternalError."""
+    suffix = f" ({seen.hint})" if seen.hint else ""
+    message = seen.message.removesuffix(suffix)
+    if seen.type == PolicyUnmetError.kind:
+        return PolicyUnmetError(message, hint=seen.hint, versions=seen.versions)
+    return _BY_KIND.get(seen.type, InternalError)(message, hint=seen.hint)
+
+
+def silent_refusal(base_url: str, status: int) -> SlackwaterError:
+    """The error behind a reply without our envelope: some proxy's, or no server of ours."""
+    message = f"{base_url} answered {status} without saying why"
+    if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        return UnavailableError(message)
+    return CorruptError(message, hint="is that the right URL?")
+
+
+def _tree(root: type[SlackwaterError]) -> Iterator[type[SlackwaterError]]:
+    yield root
+    for branch in root.__subclasses__():
+        yield from _tree(branch)
+
+
+_BY_KIND: Final = MappingProxyType({error.kind: error for error in _tree(SlackwaterError)})

@@ -1,0 +1,93 @@
+"""Reads one answer: tokens become text, a stop string ends it, and its evidence is kept whole."""
+
+import math
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+
+from slackwater.api.text import TextStream
+from slackwater.errors import InternalError
+from slackwater.rollout.completer import Completer
+from slackwater.rollout.evidence import Completion, Finish, Origin, TokenStep
+from slackwater.rollout.request import CompletionRequest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """What one step of an answer adds. A character that spans tokens comes with the last of them."""
+
+    text: str
+    step: TokenStep | None
+    """None at the end of an aborted answer alone."""
+    finish: Finish | None = None
+    """Set on the last piece, which every answer has."""
+
+
+class Reading:
+    """One choice as it grows.
+
+    A stop string ends the answer: the text is cut before it, and the tokens that made it stay, so ids and
+    log-probabilities always cover exactly what was sampled.
+    """
+
+    def __init__(self, index: int, request: CompletionRequest, text: TextStream) -> None:
+        self.index = index
+        """Which of the ``n`` choices."""
+        self.request = request
+        self.steps: list[TokenStep] = []
+        self._text = text
+        self._shown: list[str] = []
+        self._finish: Finish | None = None
+        self._origin: Origin | None = None
+
+    @property
+    def text(self) -> str:
+        """All text so far."""
+        return "".join(self._shown)
+
+    async def pieces(self, completer: Completer) -> AsyncGenerator[Piece, None]:
+        """Ask and read to the end. Close the generator whatever happens; that frees the answer.
+
+        Raises:
+            SlackwaterError: As `Completer.complete` and `Answer.__aiter__` do.
+        """
+        answer = await completer.complete(self.request)
+        try:
+            async for step in answer:
+                self._origin = answer.origin
+                yield self._take(step)
+                if self._finish:
+                    return
+            self._origin, self._finish = answer.origin, answer.finish or Finish.ABORT
+            yield Piece(text=self._show(self._text.flush()), step=None, finish=self._finish)
+        finally:
+            await answer.aclose()
+
+    async def read(self, completer: Completer) -> None:
+        """`pieces` for who wants the whole alone."""
+        async for _ in self.pieces(completer):
+            pass
+
+    def completion(self) -> Completion:
+        """The whole answer.
+
+        Raises:
+            InternalError: It hasn't ended.
+        """
+        if self._origin is None or self._finish is None:
+            raise InternalError("an answer was asked for before its end")
+        return Completion(origin=self._origin, steps=tuple(self.steps), finish=self._finish)
+
+    def _take(self, step: TokenStep) -> Piece:
+        if math.isnan(step.logprob):
+            raise InternalError("the engine reported a log-probability that is no number")
+        self.steps.append(step)
+        text = self._text.push(step.token_id)
+        if step.finish:
+            text += self._text.flush()
+        self._finish = Finish.STOP if self._text.stopped else step.finish
+        return Piece(text=self._show(text), step=step, finish=self._finish)
+
+    def _show(self, text: str) -> str:
+        if text:
+            self._shown.append(text)
+        return text

@@ -1,0 +1,135 @@
+"""Replies in OpenAI's shapes, with vLLM's names for token ids and our ``engine_data``."""
+
+from typing import Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from slackwater.api.engine_data import EngineData
+from slackwater.rollout.evidence import Finish
+
+
+class TopLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    """One alternative at one position."""
+
+    token: str
+    """Its text; bytes that are no whole character as ``\\xNN``."""
+    logprob: float
+    bytes: tuple[int, ...]
+    """Its true bytes."""
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    """The sampled token at one position."""
+
+    token: str
+    logprob: float
+    bytes: tuple[int, ...]
+    top_logprobs: tuple[TopLogprob, ...]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """``logprobs`` of a chat choice: one entry per token."""
+
+    content: tuple[TokenLogprob, ...]
+    refusal: None = None
+
+
+class TextLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """``logprobs`` of a completion choice: lists of equal length."""
+
+    tokens: tuple[str, ...]
+    token_logprobs: tuple[float, ...]
+    top_logprobs: tuple[dict[str, float], ...] | None
+    text_offset: tuple[int, ...]
+
+
+class CachedTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """Part of the usage."""
+
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens of one reply, over all its choices; the prompt counts once."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to a conversation."""
+
+    content: str
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+
+
+class Delta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a chunk adds."""
+
+    role: Literal["assistant"] | UnsetType = UNSET
+    """In the first chunk of a choice."""
+    content: str | UnsetType = UNSET
+
+
+class Extras(msgspec.Struct, frozen=True, kw_only=True):
+    """What any choice shows on request."""
+
+    index: int
+    finish_reason: Finish | None
+    token_ids: tuple[int, ...] | UnsetType = UNSET
+    engine_data: EngineData | UnsetType = UNSET
+
+
+class ChatChoice(Extras, frozen=True, kw_only=True):
+    """One choice of a chat reply."""
+
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+
+
+class ChatDelta(Extras, frozen=True, kw_only=True):
+    """One choice's part of a chat chunk."""
+
+    delta: Delta
+    logprobs: ChatLogprobs | None
+
+
+class TextChoice(Extras, frozen=True, kw_only=True):
+    """One choice of a completion reply, whole or a chunk's part."""
+
+    text: str
+    logprobs: TextLogprobs | None
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole reply or one chunk; ``object`` says which."""
+
+    id: str
+    object: str
+    created: int
+    """Seconds since the epoch."""
+    model: str
+    choices: tuple[ChatChoice | ChatDelta | TextChoice, ...]
+    usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
+    """On request; in a stream, of its first chunk alone."""
+
+
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
+    """One model."""
+
+    id: str
+    created: int
+    object: Literal["model"] = "model"
+    owned_by: str = "slackwater"
+
+
+class ModelList(msgspec.Struct, frozen=True, kw_only=True):
+    """``GET /v1/models``."""
+
+    data: tuple[ModelCard, ...]
+    object: Literal["list"] = "list"

@@ -1,0 +1,77 @@
+"""Whole replies: bodies read within a bound, JSON written, and every error in the one envelope."""
+
+import logging
+from collections.abc import Callable, Coroutine
+from types import MappingProxyType
+from typing import Any, Final
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from slackwater.api.faults import RETRY_AFTER_S, RETRYABLE, STATUS, Envelope, fault
+from slackwater.api.schema import MAX_BODY_BYTES
+from slackwater.errors import InternalError, InvalidInputError, NotFoundError, SlackwaterError
+
+_log = logging.getLogger(__name__)
+
+CLIENT_GONE: Final = 499
+"""Status of a reply that nobody reads: the client closed the connection."""
+
+
+def json_reply(value: object, status: int = 200) -> Response:
+    """Encode a reply. NaN and infinities, which JSON lacks, come out as null."""
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+async def read_body(request: Request, limit: int = MAX_BODY_BYTES) -> bytes:
+    """The whole body; at most ``limit`` bytes and one block are held.
+
+    Raises:
+        InvalidInputError: It is longer.
+    """
+    body = bytearray()
+    async for block in request.stream():
+        body += block
+        if len(body) > limit:
+            raise InvalidInputError(f"the body is longer than {limit} bytes", hint="send less")
+    return bytes(body)
+
+
+def error_reply(error: SlackwaterError) -> Response:
+    """An error's envelope under the status of its kind."""
+    status = STATUS[error.kind]
+    if status >= STATUS["internal"] and error.kind not in RETRYABLE:
+        _log.error("a request failed: %s", error, exc_info=error)
+    reply = json_reply(Envelope(fault(error)), status)
+    if error.kind in RETRYABLE:
+        reply.headers["Retry-After"] = str(RETRY_AFTER_S)
+    return reply
+
+
+async def _known(_: Request, error: Exception) -> Response:
+    return error_reply(error if isinstance(error, SlackwaterError) else InternalError(str(error)))
+
+
+async def _unknown(_: Request, error: Exception) -> Response:
+    return error_reply(InternalError(f"unexpected {type(error).__name__}", hint="please report it; the log has more"))
+
+
+async def _routing(_: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else CLIENT_GONE
+    detail = error.detail if isinstance(error, HTTPException) else "gone"
+    reply = error_reply(NotFoundError(f"no such route: {detail}", hint="docs/rl-api.md lists them"))
+    reply.status_code = status
+    return reply
+
+
+async def _gone(_: Request, error: Exception) -> Response:
+    del error
+    return Response(status_code=CLIENT_GONE)
+
+
+HANDLERS: Final = MappingProxyType[Any, Callable[[Request, Exception], Coroutine[Any, Any, Response]]](
+    {SlackwaterError: _known, HTTPException: _routing, ClientDisconnect: _gone, Exception: _unknown}
+)
+"""Starlette's exception handlers: no error leaves without its envelope."""

@@ -1,0 +1,110 @@
+"""Errors of the object stores in our words. obstore tells kinds apart only in part; its text has the rest."""
+
+import re
+from typing import Final, NamedTuple
+
+from obstore import exceptions
+
+from slackwater.errors import (
+    AuthError,
+    CorruptError,
+    InvalidInputError,
+    NotFoundError,
+    SlackwaterError,
+    UnavailableError,
+    UnsupportedError,
+)
+
+
+class _Sign(NamedTuple):
+    """A pattern in a store's answer and what it means."""
+
+    pattern: re.Pattern[str]
+    error: type[SlackwaterError]
+    says: str
+    hint: str
+
+
+def _sign(pattern: str, error: type[SlackwaterError], says: str, hint: str = "") -> _Sign:
+    return _Sign(re.compile(pattern), error, says, hint)
+
+
+_SIGNS: Final = (
+    _sign(
+        r"NoSuchBucket|ContainerNotFound|ContainerBeingDeleted|specified bucket does not exist",
+        NotFoundError,
+        "no such bucket",
+        "create the bucket, or check its name, the region and the endpoint",
+    ),
+    _sign(
+        r"RequestTimeTooSkewed|RequestExpired|AuthenticationFailed.*not yet valid",
+        AuthError,
+        "the store refused the request's time: this machine's clock is wrong",
+        "set the clock, for example with NTP",
+    ),
+    _sign(
+        r"169\.254\.169\.254|metadata\.google\.internal|InstanceMetadata|AccessTokenProvider",
+        AuthError,
+        "no credentials were found",
+        "set the store's environment variables, see docs/buckets.md",
+    ),
+    _sign(
+        r"ExpiredToken|InvalidToken|InvalidAccessKeyId|SignatureDoesNotMatch|status code: 40[13]\b",
+        AuthError,
+        "the store refused the credentials",
+        "check the key, its expiry and its rights: list, get and put",
+    ),
+    _sign(
+        r"status code: 416\b|NotPartial|UnexpectedRange|Content-Length Header missing",
+        CorruptError,
+        "the answer is not the range that was asked for",
+    ),
+    _sign(
+        r"AuthorizationHeaderMalformed|PermanentRedirect|status code: 30[1278]\b",
+        InvalidInputError,
+        "the bucket lies in another region or behind another endpoint",
+        "set AWS_REGION or AWS_ENDPOINT_URL",
+    ),
+    _sign(r"status code: (405|501)\b", UnsupportedError, "the store can't do this"),
+    _sign(r"status code: 404\b", NotFoundError, "no such object"),
+    _sign(r"status code: (400|411|413)\b", InvalidInputError, "the store refused the request"),
+)
+
+_STATUS: Final = re.compile(r"status code: (\d{3})")
+_DETAIL: Final = re.compile(
+    r"<Code>([^<]{1,60})</Code>|status code: (\d{3} [A-Za-z ]{1,40})|(HTTP error: [a-z ]{1,60})"
+)
+
+
+def translate(error: Exception, where: str) -> SlackwaterError:
+    """Say what an error of obstore means.
+
+    Only the status and the store's code are taken over: the text of an error may carry a signed URL.
+
+    Args:
+        error: What obstore raised.
+        where: The object's URL, without secrets.
+    """
+    text = str(error)
+    for sign in _SIGNS:
+        if sign.pattern.search(text):
+            return sign.error(f"{sign.says}: {where}{_detail(text)}", hint=sign.hint)
+    if isinstance(error, FileNotFoundError):
+        return NotFoundError(f"no such object: {where}")
+    if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):
+        return AuthError(f"the store refused the credentials: {where}{_detail(text)}")
+    if isinstance(error, exceptions.NotSupportedError):
+        return UnsupportedError(f"the store can't do this: {where}")
+    return UnavailableError(f"the store did not answer in time: {where}{_detail(text)}", hint="it is tried again later")
+
+
+def status(error: Exception) -> int | None:
+    """The HTTP status that ended a call; None where none came."""
+    found = _STATUS.search(str(error))
+    return int(found[1]) if found else None
+
+
+def _detail(text: str) -> str:
+    found = _DETAIL.findall(text)
+    words = [word for groups in found for word in groups if word]
+    return f" [{', '.join(dict.fromkeys(words))}]" if words else ""

@@ -1,0 +1,194 @@
+"""A directory as a bucket: on one machine, or on a file system that several share.
+
+Each object is a file under its key. A write lands in a hidden file beside its target, is flushed to the disk,
+and takes its name in one step: a crash at any point leaves the old object or the new one, and at most a
+hidden file.
+"""
+
+import errno
+import os
+import secrets
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from slackwater.bucket.base import ObjectInfo
+from slackwater.bucket.key import check_key, check_prefix, check_range
+from slackwater.errors import (
+    AuthError,
+    CorruptError,
+    NotFoundError,
+    SlackwaterError,
+    UnavailableError,
+    UnsupportedError,
+)
+
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+_REFUSED: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+_ABSENT: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR})
+_NO_LINKS: Final = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
+
+
+class LocalBucket:
+    """A bucket in a directory. Safe for any number of threads and processes on one file system.
+
+    Args:
+        root: The directory.
+        create: Make the directory where it doesn't exist.
+
+    Raises:
+        AuthError: ``create`` and the directory may not be made.
+    """
+
+    def __init__(self, root: Path | str, *, create: bool = False) -> None:
+        self._root = Path(root).absolute()
+        if create:
+            with self._mapped(""):
+                self._root.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def url(self) -> str:
+        """The directory as a ``file://`` URL."""
+        return self._root.as_uri()
+
+    def get(self, key: str, *, max_bytes: int) -> bytes:
+        """See `slackwater.bucket.base.Get.get`."""
+        with self._mapped(key), self._path(key).open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > max_bytes:
+                raise CorruptError(f"{self.url}/{key} has {size} bytes, at most {max_bytes} are expected")
+            return self._exactly(file.read(size), size, key)
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        """See `slackwater.bucket.base.Get.get_range`."""
+        check_range(start, length)
+        path = self._path(key)
+        if length == 0:
+            return b""
+        with self._mapped(key), path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size < start + length:
+                raise CorruptError(f"{self.url}/{key} has {size} bytes, too few for [{start}, {start + length})")
+            file.seek(start)
+            return self._exactly(file.read(length), length, key)
+
+    def put(self, key: str, body: bytes | memoryview) -> None:
+        """See `slackwater.bucket.base.Put.put`."""
+        path = self._path(key)
+        with self._mapped(key), self._written(path, body) as temp:
+            temp.replace(path)
+
+    def put_if_absent(self, key: str, body: bytes) -> bool:
+        """See `slackwater.bucket.base.PutIfAbsent.put_if_absent`.
+
+        Raises:
+            UnsupportedError: The file system has no hard links, the one way to give a whole file a free name.
+        """
+        path = self._path(key)
+        with self._mapped(key), self._written(path, body) as temp:
+            return self._link(temp, path)
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """See `slackwater.bucket.base.List.list`."""
+        return self._walk(check_prefix(prefix))
+
+    def _walk(self, prefix: str) -> Iterator[ObjectInfo]:
+        with self._mapped(prefix):
+            self._require_root()
+            for folder, folders, names in os.walk(self._root / prefix):
+                folders[:] = [name for name in folders if not name.startswith(".")]
+                for name in names:
+                    if not name.startswith("."):
+                        path = Path(folder, name)
+                        yield ObjectInfo(key=path.relative_to(self._root).as_posix(), size=path.stat().st_size)
+
+    def _path(self, key: str) -> Path:
+        return self._root / check_key(key)
+
+    def _link(self, temp: Path, path: Path) -> bool:
+        try:
+            os.link(temp, path)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno in _NO_LINKS:
+                raise UnsupportedError(
+                    f"{self.url} can't create a file only if it is absent: its file system has no hard links",
+                    hint="use a local disk, NFS, or an object store for the bucket",
+                ) from error
+            raise
+        return True
+
+    @contextmanager
+    def _written(self, path: Path, body: bytes | memoryview) -> Generator[Path]:
+        """A hidden file beside ``path`` that holds ``body``; the folder is flushed after its use."""
+        self._require_root()
+        self._make_folder(path.parent)
+        if path.is_dir():
+            raise self._clash(path)
+        temp = path.parent / f".put-{secrets.token_hex(8)}"
+        try:
+            with temp.open("xb") as file:
+                file.write(body)
+                file.flush()
+                os.fsync(file.fileno())
+            yield temp
+        finally:
+            temp.unlink(missing_ok=True)
+        flush_folder(path.parent)
+
+    def _exactly(self, body: bytes, size: int, key: str) -> bytes:
+        if len(body) != size:
+            raise CorruptError(f"{self.url}/{key} ended after {len(body)} of {size} bytes")
+        return body
+
+    def _require_root(self) -> None:
+        if not self._root.is_dir():
+            raise NotFoundError(f"no such bucket: {self.url}", hint="make the directory, or check the path")
+
+    @contextmanager
+    def _mapped(self, key: str) -> Generator[None]:
+        """The one place where operating-system errors become ours."""
+        try:
+            yield
+        except OSError as error:
+            raise self._translated(error, key) from error
+
+    def _translated(self, error: OSError, key: str) -> SlackwaterError:
+        where = f"{self.url}/{key}"
+        reason = error.strerror or type(error).__name__
+        if error.errno in _FULL:
+            return UnavailableError(f"{where}: {reason}", hint="free space on the bucket's disk; it is tried again")
+        if error.errno in _REFUSED:
+            return AuthError(f"{where}: {reason}", hint="give this user the right to the bucket's directory")
+        if error.errno in _ABSENT:
+            self._require_root()
+            return NotFoundError(f"no such object: {where}")
+        return UnavailableError(f"{where}: {reason}")
+
+    def _make_folder(self, folder: Path) -> None:
+        """Make a folder and its parents so that they survive a power cut."""
+        if folder.is_dir():
+            return
+        self._make_folder(folder.parent)
+        try:
+            folder.mkdir(exist_ok=True)
+        except FileExistsError as error:
+            raise self._clash(folder) from error
+        flush_folder(folder.parent)
+
+    def _clash(self, path: Path) -> UnsupportedError:
+        return UnsupportedError(
+            f"{path.as_uri()} would be a file and a folder at once",
+            hint="choose another key, or an object store",
+        )
+
+
+def flush_folder(folder: Path) -> None:
+    """Make the names in a folder survive a power cut."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

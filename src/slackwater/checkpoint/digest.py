@@ -1,0 +1,22 @@
+"""The two digests of the format: SHA-256 for objects and states, XXH3-128 for tiles."""
+
+import hashlib
+
+import numpy as np
+import xxhash
+
+from slackwater.checkpoint.tensor import Bits
+from slackwater.ids import ObjectDigest
+
+
+def object_digest(body: bytes | bytearray | memoryview) -> ObjectDigest:
+    """SHA-256 of an object's bytes, in lower-case hex: proof that it is the object a manifest names."""
+    return ObjectDigest(hashlib.sha256(body).hexdigest())
+
+
+def tile_digest(bits: Bits) -> str:
+    """XXH3-128 (seed 0) of a tile's little-endian bytes, in lower-case hex.
+
+    Fast enough to be taken before and after each write. It finds accidents; attacks are SHA-256's part.
+    """
+    return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(bits).view(np.uint8).data)

@@ -1,0 +1,59 @@
+"""`slackwater gateway`: the API over a router over replicas, with the hot-load routes."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from aiohttp import ClientSession
+from starlette.applications import Starlette
+
+from slackwater.api.auth import Keys
+from slackwater.api.tokens import ChatTokenizer
+from slackwater.bucket.open import open_bucket, probe
+from slackwater.cli.serve import bind, serve
+from slackwater.clock import SystemClock
+from slackwater.config.process import GatewaySettings
+from slackwater.hotload.app import hotload_routes
+from slackwater.hotload.conductor import Conductor
+from slackwater.hotload.remote import HttpTarget
+from slackwater.hotload.snapshots import BucketSnapshots
+from slackwater.router.app import create_gateway
+from slackwater.router.remote import RemoteReplica
+from slackwater.router.router import Router
+
+
+async def run_gateway(settings: GatewaySettings, keys: Keys) -> None:
+    """Serve until told to stop.
+
+    Raises:
+        UnavailableError: The port is in use.
+        InvalidInputError: No replica is named, or one twice.
+        NotFoundError: No such bucket or tokenizer.
+    """
+    taken = bind(settings.host, settings.port)
+    bucket = open_bucket(settings.bucket)
+    await asyncio.to_thread(probe, bucket)
+    tokenizer = await asyncio.to_thread(ChatTokenizer, settings.tokenizer)
+    async with ClientSession() as session:
+        targets = [HttpTarget(name, url, keys.control, session) for name, url in settings.replicas.items()]
+        conductor = Conductor(targets, BucketSnapshots(bucket, settings.run), SystemClock())
+        router = Router(
+            {name: RemoteReplica(url, keys.inference) for name, url in settings.replicas.items()},
+            probe_interval_s=settings.probe_s,
+        )
+
+        @asynccontextmanager
+        async def conducting(app: Starlette) -> AsyncIterator[None]:
+            del app
+            yield
+            await conductor.close()
+
+        app = create_gateway(
+            router,
+            tokenizer,
+            keys,
+            model_name=settings.model,
+            extra_routes=hotload_routes(conductor),
+            lifespan=conducting,
+        )
+        await serve(app, taken)

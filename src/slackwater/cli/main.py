@@ -1,0 +1,194 @@
+"""The ``slackwater`` command. Each verb imports what it composes only when it runs."""
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from slackwater.config.process import GatewaySettings, ReplicaSettings, parse_replicas
+from slackwater.errors import SlackwaterError
+from slackwater.ids import ReplicaId, run_id
+from slackwater.telemetry import log
+
+app = typer.Typer(
+    name="slackwater",
+    help="Rollouts for reinforcement learning: every step's weights, live; every token labelled.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+BucketUrl = Annotated[str, typer.Option("--bucket", help="s3://bucket/prefix, gs://…, az://…, or a directory.")]
+RunName = Annotated[str, typer.Option("--run", help="Name of the lineage: one training run.")]
+Host = Annotated[str, typer.Option(help="Address to listen on.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")]
+Supervised = Annotated[bool, typer.Option("--supervised", help="End when standard input ends.", hidden=True)]
+
+
+@app.command()
+def publish(
+    folder: Annotated[Path, typer.Argument(help="A Hugging Face folder with safetensors.")],
+    bucket: BucketUrl,
+    run: RunName,
+    step: Annotated[int, typer.Option(min=0, help="The trainer's step, for people.")] = 0,
+    anchor: Annotated[bool, typer.Option("--anchor", help="Publish an anchor even where a delta would do.")] = False,
+) -> None:
+    """Publish a folder as the run's next version: an anchor first, then deltas."""
+    from slackwater.cli.publish import publish_folder  # noqa: PLC0415 - heavy, for this verb alone
+    from slackwater.cli.show import show_published  # noqa: PLC0415
+
+    show_published(publish_folder(folder, bucket, run_id(run), step=step, anchor=anchor))
+
+
+@app.command()
+def replica(
+    bucket: BucketUrl,
+    run: RunName,
+    name: Annotated[str, typer.Option(help="The replica's name, stable over restarts.")] = "replica-0",
+    host: Host = "127.0.0.1",
+    port: Port = 8100,
+    cache: Annotated[Path | None, typer.Option(help="Where verified bytes are kept.")] = None,
+    slots: Annotated[int, typer.Option(min=1, max=256, help="Answers decoded at once.")] = 16,
+    threads: Annotated[int, typer.Option(min=1, max=256, help="torch threads of the engine.")] = 1,
+    window: Annotated[int, typer.Option(min=32, help="Context window in tokens.")] = 1024,
+    model: Annotated[str, typer.Option(help="Name under which the gateway asks.")] = "policy",
+    supervised: Supervised = False,
+) -> None:
+    """Serve one replica that follows the run's head. Keys come from the environment."""
+    from slackwater.cli.replica import run_replica  # noqa: PLC0415
+    from slackwater.cli.keys import keys_from  # noqa: PLC0415
+    from slackwater.cli.serve import end_with_parent  # noqa: PLC0415
+
+    log.configure(name)
+    settings = ReplicaSettings(
+        bucket=bucket, run=run_id(run), replica=ReplicaId(run_id(name)), host=host, port=port, cache=cache,
+        slots=slots, threads=threads, window=window, model=model,
+    )  # fmt: skip
+    with end_with_parent(supervised=supervised):
+        asyncio.run(run_replica(settings, keys_from()))
+
+
+@app.command()
+def gateway(
+    bucket: BucketUrl,
+    run: RunName,
+    replica_urls: Annotated[
+        list[str], typer.Option("--replica", help="name=http://host:port of a replica; repeat for each.")
+    ],
+    tokenizer: Annotated[Path, typer.Option(help="Folder with the model's tokenizer and chat template.")],
+    model: Annotated[str, typer.Option(help="Name under which the fleet serves.")] = "policy",
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    supervised: Supervised = False,
+) -> None:
+    """Serve the OpenAI-compatible API over replicas, hot-load routes included. Keys come from the environment."""
+    from slackwater.cli.gateway import run_gateway  # noqa: PLC0415
+    from slackwater.cli.keys import keys_from  # noqa: PLC0415
+    from slackwater.cli.serve import end_with_parent  # noqa: PLC0415
+
+    log.configure("gateway")
+    settings = GatewaySettings(
+        replicas=parse_replicas(replica_urls),
+        tokenizer=tokenizer,
+        bucket=bucket,
+        run=run_id(run),
+        model=model,
+        host=host,
+        port=port,
+    )
+    with end_with_parent(supervised=supervised):
+        asyncio.run(run_gateway(settings, keys_from()))
+
+
+@app.command(hidden=True)
+def train(
+    bucket: BucketUrl,
+    run: RunName,
+    gateway_url: Annotated[str, typer.Option("--gateway")],
+    model_folder: Annotated[Path, typer.Option("--model-folder")],
+    record: Annotated[Path, typer.Option()],
+    steps: Annotated[int, typer.Option(min=1)],
+    seed: Annotated[int, typer.Option()] = 0,
+    threads: Annotated[int, typer.Option(min=1)] = 2,
+    supervised: Supervised = False,
+) -> None:
+    """Run the demo's trainer; its events go to standard output."""
+    from slackwater.cli.demo.train import TrainSettings, run_trainer  # noqa: PLC0415
+    from slackwater.cli.keys import keys_from  # noqa: PLC0415
+    from slackwater.cli.serve import end_with_parent  # noqa: PLC0415
+
+    log.configure("trainer")
+    settings = TrainSettings(
+        bucket=bucket, run=run_id(run), gateway=gateway_url, model_folder=model_folder, record=record, steps=steps,
+        seed=seed, threads=threads,
+    )  # fmt: skip
+    with end_with_parent(supervised=supervised):
+        asyncio.run(run_trainer(settings, keys_from()))
+
+
+@app.command()
+def replay(
+    record: Annotated[Path, typer.Argument(help="rollouts.jsonl of a run.")],
+    bucket: BucketUrl,
+    run: RunName,
+    replica_name: Annotated[str | None, typer.Option("--replica", help="Only this replica's answers.")] = None,
+    slots: Annotated[int, typer.Option(min=1, help="As the replicas had.")] = 16,
+    threads: Annotated[int, typer.Option(min=1, help="As the replicas had.")] = 1,
+    window: Annotated[int, typer.Option(min=32, help="As the replicas had.")] = 1024,
+    cache: Annotated[Path | None, typer.Option(help="Where verified bytes are kept.")] = None,
+    supervised: Supervised = False,
+) -> None:
+    """Re-score a run's rollouts under the policy versions that they claim, and once more with shifted labels."""
+    from slackwater.cli.replay import ReplaySettings, run_replay  # noqa: PLC0415
+    from slackwater.cli.serve import end_with_parent  # noqa: PLC0415
+
+    log.configure("replay")
+    with end_with_parent(supervised=supervised):
+        run_replay(
+            ReplaySettings(
+                record=record,
+                bucket=bucket,
+                run=run_id(run),
+                replica=replica_name,
+                slots=slots,
+                threads=threads,
+                window=window,
+                cache=cache,
+            )  # fmt: skip
+        )
+
+
+@app.command()
+def demo(
+    steps: Annotated[int, typer.Option(min=1, max=200, help="Training steps.")] = 13,
+    bucket: Annotated[str | None, typer.Option(help="Bucket to publish to; by default a directory of the run.")] = None,
+    out: Annotated[Path, typer.Option(help="Where report, logs and record go.")] = Path("out/demo"),
+    seed: Annotated[int, typer.Option(help="Of prompts and sampling.")] = 0,
+    plain: Annotated[bool, typer.Option("--plain", help="Lines instead of a live view.")] = False,
+) -> None:
+    """Train a real small model with RL against a real rollout fleet on this machine."""
+    from slackwater.cli.demo.cast import DemoSettings  # noqa: PLC0415
+    from slackwater.cli.demo.run import run_demo  # noqa: PLC0415
+
+    log.configure("demo")
+    raise SystemExit(asyncio.run(run_demo(DemoSettings(steps=steps, bucket=bucket, out=out, seed=seed, plain=plain))))
+
+
+def main() -> None:
+    """Run the command: an error is one line and status 1, Ctrl-C is status 130."""
+    try:
+        app(standalone_mode=True)
+    except SlackwaterError as error:
+        sys.stderr.write(f"slackwater: {error}\n")
+        raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        sys.stderr.write("slackwater: interrupted\n")
+        sys.stderr.flush()
+        os._exit(130)  # threads of torch and of transfers are not worth waiting for
+
+
+if __name__ == "__main__":
+    main()

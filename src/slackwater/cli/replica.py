@@ -1,0 +1,120 @@
+"""`slackwater replica`: the embedded engine, following one run, behind its own API."""
+
+import asyncio
+import secrets
+from pathlib import Path
+
+from platformdirs import user_cache_path
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from slackwater.api.app import create_app
+from slackwater.api.auth import KeyGate, Keys
+from slackwater.api.respond import HANDLERS
+from slackwater.api.tokens import ChatTokenizer
+from slackwater.bucket.open import open_bucket, probe
+from slackwater.cli.serve import bind, serve
+from slackwater.clock import SystemClock
+from slackwater.config.process import ReplicaSettings
+from slackwater.delivery.fetcher import Fetcher
+from slackwater.delivery.watcher import Watcher
+from slackwater.engine.torch.engine import TorchEngine
+from slackwater.errors import UnavailableError
+from slackwater.ids import BootId, Version
+from slackwater.replica.app import control_routes
+from slackwater.replica.replica import Replica, ReplicaOptions
+
+
+async def run_replica(settings: ReplicaSettings, keys: Keys) -> None:
+    """Serve until told to stop. The port answers at once; completions are refused until the run's head is served.
+
+    Raises:
+        UnavailableError: The port is in use.
+        SlackwaterError: What can't heal: no such bucket, wrong credentials, a model that isn't supported.
+    """
+    taken = bind(settings.host, settings.port)
+    bucket = open_bucket(settings.bucket)
+    await asyncio.to_thread(probe, bucket)
+    cache = settings.cache or user_cache_path("slackwater") / "replicas" / settings.replica
+    fetcher = Fetcher(bucket, settings.run, cache / settings.run)
+    loader = _Loader(settings)
+    replica = Replica(
+        ReplicaOptions(
+            replica=settings.replica, boot=loader.boot, run=settings.run, poll_s=settings.poll_s, reports=256
+        ),
+        fetcher,
+        Watcher(fetcher, SystemClock(), settings.poll_s),
+        loader.open_engine,
+        SystemClock(),
+    )
+    routes = control_routes(replica)
+    front = _Front(_starting(routes, keys))
+    server = asyncio.create_task(serve(front, taken))
+    start = asyncio.create_task(replica.start())
+    try:
+        await asyncio.wait([server, start], return_when=asyncio.FIRST_COMPLETED)
+        if start.done():
+            start.result()
+            front.app = create_app(replica, loader.tokenizer, keys, model_name=settings.model, extra_routes=routes)
+        await server
+    finally:
+        for task in (start, server):
+            task.cancel()
+        await asyncio.gather(start, server, return_exceptions=True)
+        await replica.close()
+        fetcher.close()
+
+
+class _Loader:
+    """Opens engines for the replica, and keeps the tokenizer that came with the anchor."""
+
+    def __init__(self, settings: ReplicaSettings) -> None:
+        self.boot = BootId(secrets.token_hex(8))
+        self._settings = settings
+        self._tokenizer: ChatTokenizer | None = None
+
+    @property
+    def tokenizer(self) -> ChatTokenizer:
+        """The anchor's; there once an engine is open."""
+        if self._tokenizer is None:
+            raise UnavailableError("the replica holds no anchor yet")
+        return self._tokenizer
+
+    async def open_engine(self, folder: Path, version: Version) -> TorchEngine:
+        """See `slackwater.replica.boot.OpenEngine`."""
+        settings = self._settings
+        self._tokenizer = await asyncio.to_thread(ChatTokenizer, folder)
+        return await TorchEngine.open(
+            folder,
+            version=version,
+            run=settings.run,
+            replica=settings.replica,
+            boot=self.boot,
+            slots=settings.slots,
+            threads=settings.threads,
+            window=settings.window,
+        )
+
+
+class _Front:
+    """One app until another is ready."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.app(scope, receive, send)
+
+
+def _starting(routes: list[Route], keys: Keys) -> Starlette:
+    """Health and control, before there is a model; everything else is refused as retryable."""
+
+    async def refuse(request: Request) -> Response:
+        raise UnavailableError(f"{request.url.path}: this replica is starting", hint="ask again in a moment")
+
+    every: list[BaseRoute] = [*routes, Route("/{path:path}", refuse, methods=["GET", "POST"])]
+    return Starlette(routes=every, middleware=[Middleware(KeyGate, keys)], exception_handlers=HANDLERS)

@@ -1,0 +1,93 @@
+"""Serve an app on loopback until told to stop: a port taken early, one ready line, an ordered end."""
+
+import asyncio
+import contextlib
+import errno
+import json
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from slackwater.errors import InvalidInputError, UnavailableError
+
+_STDIN = 0
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Take the port before anything slow begins. Port 0 takes a free one.
+
+    Raises:
+        UnavailableError: Something listens there already.
+        InvalidInputError: This machine has no such address, or the port needs other rights.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    taken = socket.socket(family, socket.SOCK_STREAM)
+    taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        taken.bind((host, port))
+        taken.listen(2048)
+    except OSError as error:
+        taken.close()
+        if error.errno == errno.EADDRINUSE:
+            raise UnavailableError(
+                f"port {port} on {host} is in use", hint="stop what listens there, or choose another --port"
+            ) from error
+        raise InvalidInputError(
+            f"can't listen on {host}:{port}: {error.strerror}", hint="check --host and --port"
+        ) from error
+    taken.setblocking(False)
+    return taken
+
+
+def address(taken: socket.socket) -> str:
+    """The base URL of a bound socket."""
+    host, port = taken.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+async def serve(app: ASGIApp, taken: socket.socket, *, grace_s: float = 5.0) -> None:
+    """Serve until SIGINT or SIGTERM: stop accepting, let requests end within ``grace_s``, then the app's lifespan ends.
+
+    Prints one JSON line, ``{"ready": URL}``, once connections are accepted.
+    """
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        lifespan="on",
+        timeout_graceful_shutdown=max(1, round(grace_s)),
+    )
+    server = uvicorn.Server(config)
+    announcer = asyncio.create_task(_announce(server, taken))
+    try:
+        await server.serve(sockets=[taken])
+    finally:
+        announcer.cancel()
+    if not server.started:
+        raise UnavailableError("the server could not start", hint="its log says why")
+
+
+async def _announce(server: uvicorn.Server, taken: socket.socket) -> None:
+    while not server.started:
+        await asyncio.sleep(0.01)
+    print(json.dumps({"ready": address(taken)}), flush=True)  # noqa: T201 - the line that supervisors wait for
+
+
+@contextlib.contextmanager
+def end_with_parent(*, supervised: bool) -> Iterator[None]:
+    """Where ``supervised``, turn the end of standard input, which a parent holds open, into SIGTERM for this process:
+    so no child outlives its parent, however that one ends."""
+    if supervised:
+        threading.Thread(target=_wait_for_end_of_input, name="parent-watch", daemon=True).start()
+    yield
+
+
+def _wait_for_end_of_input() -> None:
+    while os.read(_STDIN, 4096):  # not sys.stdin, whose lock the interpreter needs at its end
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)

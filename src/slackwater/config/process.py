@@ -1,0 +1,71 @@
+"""Settings of each process, as the command line fills them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slackwater.errors import InvalidInputError
+from slackwater.ids import ReplicaId, RunId, run_id
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaSettings:
+    """One replica process."""
+
+    bucket: str
+    """URL of the bucket."""
+    run: RunId
+    """The lineage to follow."""
+    replica: ReplicaId
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0 takes a free port."""
+    cache: Path | None = None
+    """Where verified bytes are kept; None: the user's cache folder."""
+    slots: int = 16
+    """Answers decoded at once; also the width of every decode step."""
+    threads: int = 1
+    """torch threads of the engine."""
+    window: int = 1024
+    """Context window in tokens, at most the model's."""
+    model: str = "policy"
+    """The name under which the gateway asks."""
+    poll_s: float = 0.2
+    """Seconds between looks at the bucket's head."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GatewaySettings:
+    """One gateway process, control routes included."""
+
+    replicas: Mapping[ReplicaId, str]
+    """Base URL by the replica's own name."""
+    tokenizer: Path
+    """Folder with the model's tokenizer and chat template."""
+    bucket: str
+    run: RunId
+    model: str
+    """The name under which the fleet serves."""
+    host: str = "127.0.0.1"
+    port: int = 0
+    probe_s: float = 0.25
+    """Seconds between looks at each replica's health."""
+
+
+def parse_replicas(words: Sequence[str]) -> dict[ReplicaId, str]:
+    """Read ``name=http://host:port`` words.
+
+    Raises:
+        InvalidInputError: A word is not of that form, or a name comes twice.
+    """
+    found: dict[ReplicaId, str] = {}
+    for word in words:
+        name, equals, url = word.partition("=")
+        if not equals or not url.startswith(("http://", "https://")):
+            raise InvalidInputError(f"{word[:80]!r} names no replica", hint="write name=http://host:port")
+        if name in found:
+            raise InvalidInputError(f"the replica {name!r} is named twice", hint="give each a name of its own")
+        found[ReplicaId(run_id(name))] = url.rstrip("/")
+    if not found:
+        raise InvalidInputError("no replica is named", hint="add --replica name=http://host:port")
+    return found

@@ -1,0 +1,111 @@
+"""One answer's way through the core: what was asked for, how far it is, and what the core reports of it."""
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+from slackwater.engine.torch.sampler import Ask, Drawn
+from slackwater.errors import SlackwaterError
+from slackwater.ids import Version
+from slackwater.rollout.evidence import Finish, TokenStep
+from slackwater.rollout.request import CompletionRequest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Began:
+    """An answer's prompt is in place; reported before its first token."""
+
+    key: int
+    cached_tokens: int
+    """Prompt tokens whose KV another answer had built."""
+    prompt_version: Version
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Made:
+    """An answer's next token; the last one if ``step.finish`` is set."""
+
+    key: int
+    step: TokenStep
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ended:
+    """An answer ended between two tokens."""
+
+    key: int
+    finish: Finish
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failed:
+    """An answer ended in an error."""
+
+    key: int
+    error: SlackwaterError
+
+
+Event = Began | Made | Ended | Failed
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Sequence:
+    """The state of one answer."""
+
+    key: int
+    request: CompletionRequest
+    seed: int
+    limit: int
+    """Most completion tokens: the request's, cut to the window."""
+    ends: frozenset[int]
+    """Tokens that end it where nothing is forced."""
+    hold: bool = False
+    """Keep the slot after the forced tokens, for more of them."""
+    forced: list[int] = field(default_factory=list[int])
+    slot: int = -1
+    cached: int = 0
+    filled: int = 0
+    """Prompt tokens whose rows are in place."""
+    made: int = 0
+    """Completion tokens so far."""
+    last: int = 0
+    """The newest token; its row is written by the next step."""
+
+    @property
+    def position(self) -> int:
+        """Of the token to draw next, counted from the start of the prompt."""
+        return len(self.request.prompt_ids) + self.made
+
+    @property
+    def ready(self) -> bool:
+        """Whether it may take a next token now: not so while it is held and has no forced one left."""
+        return not self.hold or self.made < len(self.forced)
+
+    def chunk(self, size: int) -> Items[int]:
+        """The next prompt tokens to prefill, at most ``size``."""
+        return self.request.prompt_ids[self.filled : self.filled + size]
+
+    def ask(self) -> Ask:
+        """What the sampler needs for the next token."""
+        forced = self.forced[self.made] if self.made < len(self.forced) else None
+        return Ask(spec=self.request.sampling, seed=self.seed, position=self.position, forced=forced)
+
+    def accept(self, drawn: Drawn, version: Version) -> TokenStep:
+        """Take a token as the answer's next one."""
+        self.made += 1
+        self.last = drawn.token_id
+        return TokenStep(
+            token_id=drawn.token_id,
+            logprob=drawn.logprob,
+            version=version,
+            top_ids=drawn.top_ids,
+            top_logprobs=drawn.top_logprobs,
+            finish=self._finish(),
+        )
+
+    def _finish(self) -> Finish | None:
+        if self.hold:
+            return None
+        ended = self.made == len(self.forced) if self.forced else self.last in self.ends
+        if ended:
+            return Finish.STOP
+        return Finish.LENGTH if self.made == self.limit else None

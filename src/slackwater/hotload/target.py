@@ -1,0 +1,69 @@
+"""The target seam: what the conductor needs of one replica, wherever it runs."""
+
+from typing import Literal, Protocol
+
+import msgspec
+
+from slackwater.ids import ReplicaId, RunId, StateDigest, Version
+
+Goal = Version | Literal["head"]
+"""A version, or whatever is newest."""
+
+
+class TargetError(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a replica isn't where it should be."""
+
+    kind: str
+    """Machine code of `slackwater.errors`."""
+    message: str
+
+
+class TargetStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One moment of a replica: the part of ``GET /control/v1/status`` that hot-loads rest on.
+
+    Fields that are not listed are ignored, so replicas may say more than this.
+    """
+
+    replica: ReplicaId
+    boot_id: str
+    run: RunId
+    state: str
+    """``starting``, ``serving``, ``retired`` or ``closed``."""
+    stage: str
+    """Where the exchange under way stands; ``idle`` where there is none."""
+    version: Version | None
+    target: Version | None
+    mode: str
+    """``follow`` or ``manual``."""
+    provisional: bool
+    waiting: bool
+    """The last attempt failed and the next waits."""
+    in_flight: int
+    state_digest: StateDigest | None = None
+    last_error: TargetError | None = None
+
+
+class Target(Protocol):
+    """One replica. Every call ends by a deadline of its own, whatever the replica does.
+
+    Errors of every call: UnavailableError (no answer in time), AuthError (the key was refused), CorruptError
+    (the answer isn't a replica's), and what the replica itself refuses with.
+    """
+
+    @property
+    def replica(self) -> ReplicaId:
+        """Its name, stable over restarts."""
+        ...
+
+    async def set_target(self, goal: Goal) -> TargetStatus:
+        """Tell it where to go; returns before it is there. The same goal again is no new work.
+
+        Raises:
+            ConflictError: It can't take a target now; it says in which state it is.
+            NotFoundError: It doesn't find that version.
+        """
+        ...
+
+    async def status(self) -> TargetStatus:
+        """Ask how it is."""
+        ...

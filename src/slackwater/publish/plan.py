@@ -1,0 +1,72 @@
+"""What the next version is, whether a source fits it, and how bodies share objects."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from slackwater.checkpoint.tensor import TensorSpec
+from slackwater.errors import InvalidInputError
+
+BLOB_BYTES: Final = 64 * 1024 * 1024
+"""Most bytes in a pack of bodies, where a body fits."""
+
+
+def decide(*, anchor_every: int, since_anchor: int | None, forced: bool) -> Literal["anchor", "delta"]:
+    """Choose the next version's kind.
+
+    Args:
+        anchor_every: Versions from one anchor to the next.
+        since_anchor: Versions committed since the last anchor; None in a lineage that has none.
+        forced: The caller wants an anchor now.
+    """
+    if forced or since_anchor is None or since_anchor + 1 >= anchor_every:
+        return "anchor"
+    return "delta"
+
+
+def check_fits(kind: Literal["anchor", "delta"], held: Mapping[str, TensorSpec], new: Mapping[str, TensorSpec]) -> None:
+    """Check a source against the lineage's tensors, before anything is encoded.
+
+    In a delta an absent tensor is unchanged; an anchor has them all.
+
+    Raises:
+        InvalidInputError: A tensor is unknown, has another shape or dtype, or is missing; it is named.
+    """
+    for name, spec in new.items():
+        if name not in held:
+            raise InvalidInputError(f"{name} isn't in this lineage", hint="publish another model under another run")
+        if spec != held[name]:
+            raise InvalidInputError(
+                f"{name} is {spec.dtype} {list(spec.shape)}, and in this lineage "
+                f"{held[name].dtype} {list(held[name].shape)}",
+                hint="cast to the serving dtype, or publish another model under another run",
+            )
+    missing = sorted(held.keys() - new.keys())
+    if kind == "anchor" and missing:
+        raise InvalidInputError(
+            f"an anchor has every tensor, and {missing[0]} is missing", hint="publish the whole model"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Packs:
+    """Bodies laid end to end in blobs."""
+
+    blobs: tuple[bytes, ...]
+    places: tuple[tuple[int, int], ...]
+    """Per body: index of its blob, and its first byte in it."""
+
+
+def pack(bodies: Sequence[bytes], limit: int = BLOB_BYTES) -> Packs:
+    """Lay bodies into blobs of at most ``limit`` bytes, in order; a larger body gets a blob of its own."""
+    groups: list[list[bytes]] = []
+    places: list[tuple[int, int]] = []
+    size = 0
+    for body in bodies:
+        if not groups or size + len(body) > limit:
+            groups.append([])
+            size = 0
+        places.append((len(groups) - 1, size))
+        groups[-1].append(body)
+        size += len(body)
+    return Packs(blobs=tuple(b"".join(group) for group in groups), places=tuple(places))

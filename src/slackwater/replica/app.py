@@ -1,0 +1,81 @@
+"""A replica's own routes, in front of the API's: health for routers, control for operators and the conductor.
+
+``/health`` is open; every other path here needs the control key (`slackwater.api.auth` denies by default).
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from slackwater.api.respond import json_reply, read_body
+from slackwater.errors import InvalidInputError
+from slackwater.ids import Version
+from slackwater.replica.replica import Replica
+from slackwater.replica.status import State
+
+
+class TargetBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of ``POST /control/v1/target``."""
+
+    version: Annotated[int, msgspec.Meta(ge=0, lt=10**12)] | Literal["head"]
+
+
+def control_routes(replica: Replica) -> list[Route]:
+    """What to give `slackwater.api.app.create_app` as ``extra_routes``. Normative page: docs/hot-load.md."""
+    control = _Control(replica)
+    return [
+        Route("/health", control.health),
+        Route("/control/v1/status", control.status),
+        Route("/control/v1/target", control.target, methods=["POST"]),
+        Route("/control/v1/rollback", control.rollback, methods=["POST"]),
+        Route("/control/v1/weights", control.weights),
+    ]
+
+
+class _Control:
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+
+    async def health(self, request: Request) -> Response:
+        del request
+        status = self._replica.status()
+        serves = status.state is State.SERVING
+        return json_reply({
+            "status": status.state.value,
+            "replica": status.replica,
+            "boot_id": status.boot_id,
+            "run": status.run,
+            "version": status.version,
+            "in_flight": status.in_flight,
+            "window": self._replica.window() if serves else None,
+        })  # fmt: skip
+
+    async def status(self, request: Request) -> Response:
+        del request
+        return json_reply(self._replica.status())
+
+    async def target(self, request: Request) -> Response:
+        body = _read_target(await read_body(request))
+        goal = Version(body.version) if isinstance(body.version, int) else body.version
+        return json_reply(await self._replica.set_target(goal))
+
+    async def rollback(self, request: Request) -> Response:
+        del request
+        return json_reply(await self._replica.roll_back())
+
+    async def weights(self, request: Request) -> Response:
+        del request
+        version, digest = await self._replica.weights_digest()
+        return json_reply({"version": version, "state_digest": digest})
+
+
+def _read_target(body: bytes) -> TargetBody:
+    try:
+        return msgspec.json.decode(body, type=TargetBody)
+    except (msgspec.MsgspecError, UnicodeError) as error:
+        raise InvalidInputError(
+            f"the target can't be read: {error}", hint='send {"version": 7} or {"version": "head"}'
+        ) from error

@@ -1,0 +1,90 @@
+"""The first version of a replica: wait for an anchor, load it, and prove what was loaded."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from slackwater.checkpoint.manifest import Manifest
+from slackwater.checkpoint.state import StateTable
+from slackwater.clock import Clock
+from slackwater.engine.base import Engine
+from slackwater.errors import CorruptError, NotFoundError
+from slackwater.ids import Version
+from slackwater.replica.prepare import check_tensors, first_difference, listed
+from slackwater.replica.race import Stop, joined
+from slackwater.replica.route import Route
+from slackwater.replica.source import VersionSource
+
+OpenEngine = Callable[[Path, Version], Awaitable[Engine]]
+"""Loads a Hugging Face folder as the weights of a version, and begins to serve."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Booted:
+    """An engine that holds an anchor, byte for byte."""
+
+    engine: Engine
+    version: Version
+    table: StateTable
+
+
+async def await_head(source: VersionSource, clock: Clock, poll_s: float) -> Version:
+    """The newest version, once there is one.
+
+    Raises:
+        NotFoundError: There is no such bucket.
+        AuthError: The store refused the credentials.
+        UnavailableError: The store doesn't answer.
+    """
+    while (head := await asyncio.to_thread(source.head, None)) is None:
+        await clock.sleep(poll_s)
+    return head
+
+
+def check_committed(target: Version, head: Version) -> Version:
+    """``target``, which must not be newer than the head.
+
+    Raises:
+        NotFoundError: It isn't committed.
+    """
+    if target > head:
+        raise NotFoundError(
+            f"there is no version {target} yet: the newest one is {head}", hint="wait for it, or take 'head'"
+        )
+    return target
+
+
+async def boot(source: VersionSource, route: Route, target: Version, open_engine: OpenEngine, threads: int) -> Booted:
+    """Open an engine on the newest good anchor that leads to ``target``.
+
+    Raises:
+        NotFoundError: No anchor leads there.
+        ConflictError: The engine doesn't hold the anchor's tensors.
+        CorruptError: The anchor doesn't verify, or the engine doesn't hold its bits.
+    """
+    manifest = await asyncio.to_thread(route.next, None, target)
+    try:
+        folder = await asyncio.to_thread(source.anchor, manifest)
+    except CorruptError as error:
+        route.detour(manifest.version, error)
+        raise
+    async with AsyncExitStack() as undo:
+        engine = await open_engine(folder, manifest.version)
+        undo.push_async_callback(engine.close)
+        await _prove(engine, manifest, threads)
+        undo.pop_all()
+    return Booted(engine=engine, version=manifest.version, table=StateTable.of_anchor(manifest))
+
+
+async def _prove(engine: Engine, manifest: Manifest, threads: int) -> None:
+    check_tensors(engine.tensors(), manifest)
+    stop = Stop()
+    wrong = await joined(partial(first_difference, engine, listed(manifest), threads, stop), stop)
+    if wrong is not None:
+        raise CorruptError(
+            f"the engine does not hold {wrong.name}, tile {wrong.tile.index}, of anchor {manifest.version}",
+            hint="load the checkpoint's own dtype; else delete the replica's cache folder and start again",
+        )

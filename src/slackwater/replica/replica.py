@@ -1,0 +1,376 @@
+"""One replica: an engine that follows its target version while it serves."""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from slackwater.clock import Clock
+from slackwater.errors import (
+    ConflictError,
+    CorruptError,
+    SlackwaterError,
+    SwapError,
+    UnavailableError,
+    WrongBaseError,
+)
+from slackwater.ids import BootId, ReplicaId, RunId, StateDigest, Version
+from slackwater.replica.boot import OpenEngine, await_head, boot, check_committed
+from slackwater.replica.exchange import Exchange, ExchangeLimits
+from slackwater.replica.race import first
+from slackwater.replica.route import Route
+from slackwater.replica.source import HeadWatch, VersionSource
+from slackwater.replica.status import LastError, Mode, ReplicaStatus, State, SwapReport
+from slackwater.replica.swap import Stage
+from slackwater.rollout.completer import Answer
+from slackwater.rollout.request import CompletionRequest
+
+if TYPE_CHECKING:
+    from slackwater.engine.base import Engine
+
+T = TypeVar("T")
+
+Goal = Version | Literal["head"]
+"""A version, or whatever is newest."""
+
+_HEALS = (UnavailableError, CorruptError, WrongBaseError, SwapError)
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaOptions:
+    """Who a replica is, and its bounds."""
+
+    replica: ReplicaId
+    boot: BootId
+    run: RunId
+    exchange: ExchangeLimits = field(default_factory=ExchangeLimits)
+    poll_s: float = 0.2
+    """Seconds between looks for a lineage's first anchor."""
+    retry_s: float = 0.5
+    """Seconds before the first retry; doubles up to ``max_retry_s``."""
+    max_retry_s: float = 30.0
+    reports: int = 32
+    """How many swaps the status remembers."""
+
+
+class Replica:
+    """A `slackwater.rollout.completer.Completer` over one engine, whose weights follow a target.
+
+    ``start`` once, then anything, then ``close``; all from one event loop.
+    """
+
+    def __init__(
+        self,
+        options: ReplicaOptions,
+        source: VersionSource,
+        watch: HeadWatch,
+        open_engine: OpenEngine,
+        clock: Clock,
+    ) -> None:
+        self._options = options
+        self._source = source
+        self._watch = watch
+        self._open_engine = open_engine
+        self._clock = clock
+        self._route = Route(source)
+        self._mode = Mode.FOLLOW
+        self._engine: Engine | None = None
+        self._exchange: Exchange | None = None
+        self._head: Version | None = None
+        self._target: Version | None = None
+        self._error: LastError | None = None
+        self._failures = 0
+        self._calls = 0
+        self._waiting = False
+        self._swaps: deque[SwapReport] = deque(maxlen=options.reports)
+        self._changed = asyncio.Event()
+        self._settled = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._started = False
+        self._broken = False
+        self._closed = False
+
+    @property
+    def state(self) -> State:
+        """What a router needs to know."""
+        if self._closed:
+            return State.CLOSED
+        if self._broken or (self._exchange is not None and not self._exchange.swap.serves):
+            return State.RETIRED
+        return State.SERVING if self._started else State.STARTING
+
+    async def start(self, goal: Goal = "head") -> None:
+        """Load an anchor and catch up with ``goal``; returns once that version serves.
+
+        Waits for a lineage that is still empty, and goes on trying while the bucket doesn't answer or holds
+        broken bytes (see ``status``). If it raises, or is cancelled, the replica is closed.
+
+        Raises:
+            NotFoundError: No such bucket, or ``goal`` isn't committed.
+            AuthError: The store refused the credentials.
+            ConflictError: The engine can't hold this lineage's tensors.
+            UnsupportedError: The engine can't run this model.
+        """
+        async with AsyncExitStack() as undo:
+            undo.push_async_callback(self.close)
+            self._mode = Mode.FOLLOW if goal == "head" else Mode.MANUAL
+            exchange = await self._until_done(lambda: self._boot(goal))
+            self._aim(await self._until_done(lambda: self._resolve(goal)))
+            while exchange.swap.version != self._target:
+                await self._until_done(self._step)
+            self._reached()
+            self._started = True
+            self._spawn(self._drive(), "drive")
+            self._spawn(self._follow(), "follow")
+            undo.pop_all()
+
+    async def set_target(self, goal: Goal) -> ReplicaStatus:
+        """Go to ``goal``, or follow the head. Returns at once; the newest call wins.
+
+        The same target again is no new work, but tries anew what failed.
+
+        Raises:
+            NotFoundError: The version isn't committed; nothing has changed.
+            ConflictError: The replica isn't serving; the message has its state.
+        """
+        self._check_serving()
+        self._calls += 1
+        call = self._calls
+        target = await self._resolve(goal)
+        self._check_serving()
+        if call != self._calls:  # a newer call was made meanwhile: an older one never overtakes it
+            return self.status()
+        self._mode = Mode.FOLLOW if goal == "head" else Mode.MANUAL
+        self._aim(target)
+        return self.status()
+
+    async def roll_back(self) -> ReplicaStatus:
+        """Undo the last commit and stay there: the mode becomes manual. Returns once that is settled.
+
+        Raises:
+            ConflictError: The replica isn't serving, or nothing is left to undo.
+        """
+        self._check_serving()
+        back = None if self._exchange is None else self._exchange.swap.undo_version
+        if back is None:
+            raise ConflictError("there is no commit to undo", hint="set an older version as the target")
+        self._calls += 1
+        self._mode = Mode.MANUAL
+        self._aim(back)
+        return await self.settled()
+
+    async def settled(self) -> ReplicaStatus:
+        """The status, once the target is reached, an attempt has failed and waits, or the replica is gone."""
+        await self._settled.wait()
+        return self.status()
+
+    def status(self) -> ReplicaStatus:
+        """This moment."""
+        swap = None if self._exchange is None else self._exchange.swap
+        table = None if self._exchange is None else self._exchange.table
+        return ReplicaStatus(
+            replica=self._options.replica,
+            boot_id=self._options.boot,
+            run=self._options.run,
+            state=self.state,
+            stage=Stage.IDLE if swap is None else swap.stage,
+            version=None if swap is None else swap.version,
+            target=self._target,
+            mode=self._mode,
+            provisional=swap is not None and swap.provisional,
+            state_digest=None if table is None else table.digest,
+            in_flight=self._in_flight(),
+            waiting=self._waiting,
+            last_error=self._error,
+            swaps=tuple(self._swaps),
+        )
+
+    async def weights_digest(self) -> tuple[Version, StateDigest]:
+        """The version in place and the digest of every tensor, recomputed from the engine's own memory.
+
+        Raises:
+            ConflictError: The replica isn't serving.
+        """
+        self._check_serving()
+        return await _needed(self._exchange).digest()
+
+    async def complete(self, request: CompletionRequest) -> Answer:
+        """See `Completer.complete`."""
+        if self._engine is None or self.state is not State.SERVING:
+            raise UnavailableError(
+                f"replica {self._options.replica} is {self.state}", hint="ask again, or ask another replica"
+            )
+        return await self._engine.generate(request)
+
+    def window(self) -> int:
+        """See `Completer.window`; UnavailableError before the engine is open."""
+        if self._engine is None:
+            raise UnavailableError(f"replica {self._options.replica} is {self.state}", hint="ask again later")
+        return self._engine.describe().window
+
+    async def close(self) -> None:
+        """End every task, then the engine. Idempotent."""
+        self._closed = True
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._settled.set()
+        if self._engine is not None:
+            await self._engine.close()
+
+    def _in_flight(self) -> int:
+        if self._engine is None or self._closed:
+            return 0
+        stats = self._engine.stats()
+        return stats.active + stats.waiting
+
+    def _check_serving(self) -> None:
+        if self.state is not State.SERVING:
+            raise ConflictError(
+                f"replica {self._options.replica} is {self.state}", hint="wait until it serves, or restart it"
+            )
+
+    async def _boot(self, goal: Goal) -> Exchange:
+        head = await await_head(self._source, self._clock, self._options.poll_s)
+        self._target = head if goal == "head" else check_committed(goal, head)
+        limits = self._options.exchange
+        booted = await boot(self._source, self._route, self._target, self._open_engine, limits.threads)
+        self._engine = booted.engine
+        self._exchange = Exchange(booted, self._source, self._clock, limits)
+        return self._exchange
+
+    async def _resolve(self, goal: Goal) -> Version:
+        self._head = await asyncio.to_thread(self._source.head, self._head)
+        head = Version(-1) if self._head is None else self._head
+        return head if goal == "head" else check_committed(goal, head)
+
+    async def _until_done(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Try until it works, while nobody can be told to ask again; what doesn't heal is raised."""
+        while True:
+            try:
+                return await work()
+            except _HEALS as error:
+                self._failed(error)
+                if self.state is State.RETIRED:
+                    raise
+                await self._clock.sleep(self._delay())
+
+    def _aim(self, target: Version) -> None:
+        """Take a target that someone asked for: what failed before is forgotten."""
+        self._error, self._failures = None, 0
+        self._move_target(target)
+
+    def _move_target(self, target: Version) -> None:
+        self._target = target
+        exchange = _needed(self._exchange)
+        exchange.steer(target)
+        if exchange.swap.version != target or exchange.swap.stage is not Stage.IDLE:
+            self._settled.clear()
+        self._changed.set()
+
+    async def _drive(self) -> None:
+        """Step towards the target for as long as the replica can serve."""
+        while self.state is State.SERVING:
+            self._changed.clear()
+            if _needed(self._exchange).swap.version == self._target:
+                self._reached()
+                await self._changed.wait()
+                continue
+            try:
+                await self._step()
+            except SlackwaterError as error:
+                self._failed(error)
+                await self._pause(error)
+        self._settled.set()
+        await self._abandon()
+
+    async def _step(self) -> None:
+        """One exchange towards the target."""
+        exchange, target = _needed(self._exchange), _needed(self._target)
+        if target == exchange.swap.previous:
+            self._swaps.append(await exchange.roll_back())
+            return
+        manifest = await asyncio.to_thread(self._route.next, exchange.swap.version, target)
+        if target != self._target:
+            return
+        try:
+            report = await exchange.move_to(manifest)
+        except SlackwaterError as error:
+            self._route.detour(manifest.version, error)
+            raise
+        if report is not None:
+            self._route.trust()
+            self._swaps.append(report)
+            _log.info("version %d is in place, from %d", report.version, report.from_version)
+
+    def _reached(self) -> None:
+        self._error, self._failures = None, 0
+        self._settled.set()
+
+    def _failed(self, error: SlackwaterError) -> None:
+        self._failures += 1
+        self._error = LastError(kind=error.kind, message=str(error), version=self._target)
+        _log.warning("version %s is not reached, attempt %d: %s", self._target, self._failures, error)
+
+    async def _pause(self, error: SlackwaterError) -> None:
+        """Wait before the next attempt; a first way around broken bytes or a wrong base is tried at once."""
+        if self.state is not State.SERVING:
+            return
+        if self._failures == 1 and isinstance(error, (CorruptError, WrongBaseError)):
+            return
+        self._waiting = True
+        self._settled.set()
+        if self._mode is Mode.MANUAL:
+            await self._changed.wait()
+        else:
+            await first(self._changed.wait(), self._clock.sleep(self._delay()))
+        self._waiting = False
+        self._settled.clear()
+
+    def _delay(self) -> float:
+        return min(self._options.max_retry_s, self._options.retry_s * 2 ** min(self._failures, 20) / 2)
+
+    async def _follow(self) -> None:
+        """Move the target with the head, in follow mode."""
+        while True:
+            try:
+                async for head in self._watch.versions(self._head):
+                    self._head = head
+                    if self._mode is Mode.FOLLOW:
+                        self._move_target(head)
+            except SlackwaterError as error:  # a bucket that refuses us now may admit us again; serve on meanwhile
+                self._failed(error)
+            await self._clock.sleep(self._delay())
+
+    async def _abandon(self) -> None:
+        """Retired: no further token of unknown weights may leave."""
+        engine, limit = _needed(self._engine), self._options.exchange.lease_s
+        await first(engine.abort_all(), self._clock.sleep(limit))
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.get_running_loop().create_task(work, name=f"replica-{name}")
+        task.add_done_callback(self._ended)
+        self._tasks.append(task)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """A task that fails is a bug, or a bucket that refuses us: don't serve unsupervised."""
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        self._broken = True
+        kind = error.kind if isinstance(error, SlackwaterError) else "internal"
+        message = f"{task.get_name()} ended: {error!r}"
+        self._error = LastError(kind=kind, message=message, version=self._target)
+        _log.error("%s ended", task.get_name(), exc_info=error)
+        self._settled.set()
+        self._changed.set()
+
+
+def _needed(value: T | None) -> T:
+    if value is None:
+        raise ConflictError("the replica has not started", hint="await Replica.start first")
+    return value

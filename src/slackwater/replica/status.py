@@ -1,0 +1,91 @@
+"""What a replica says of itself: values that travel as JSON to operators, routers and the conductor."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+from slackwater.ids import BootId, ReplicaId, RunId, StateDigest, Version
+from slackwater.replica.swap import Stage
+
+
+class State(StrEnum):
+    """What a router needs to know. Only ``serving`` gets requests."""
+
+    STARTING = "starting"
+    """Loading its anchor or catching up with its first target."""
+    SERVING = "serving"
+    """Answers, also while an exchange is prepared or verified."""
+    RETIRED = "retired"
+    """What its memory holds is unknown: restart it."""
+    CLOSED = "closed"
+
+
+class Mode(StrEnum):
+    """Who moves the target."""
+
+    FOLLOW = "follow"
+    """The newest committed version of the lineage."""
+    MANUAL = "manual"
+    """Whoever calls `Replica.set_target`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LastError:
+    """Why the target isn't reached."""
+
+    kind: str
+    """Machine code of `slackwater.errors`."""
+    message: str
+    version: Version | None
+    """The version that was being made; None before the first was."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SwapReport:
+    """One exchange that succeeded. Times are seconds of the replica's clock."""
+
+    version: Version
+    from_version: Version
+    kind: Literal["delta", "anchor", "rollback"]
+    prepare_s: float
+    """Fetching, checking, decoding and staging, while the old version served."""
+    pause_s: float
+    """No token was made in it; measured by the engine between its two steps."""
+    verify_s: float
+    """Reading back and comparing, while the new version served provisionally."""
+    bytes_fetched: int
+    """Bytes of the version's objects, cached or not."""
+    bytes_written: int
+    tiles: int
+    """Tiles written and verified."""
+    in_flight: int
+    """Answers that went on across the exchange."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaStatus:
+    """One moment of a replica."""
+
+    replica: ReplicaId
+    boot_id: BootId
+    run: RunId
+    state: State
+    stage: Stage
+    """Where the exchange under way stands."""
+    version: Version | None
+    """The label of the weights in place; None before the first anchor is loaded."""
+    target: Version | None
+    """Where it is going; None before it knows."""
+    mode: Mode
+    provisional: bool
+    """The bits of ``version`` are not compared with its manifest yet."""
+    state_digest: StateDigest | None
+    """Digest of the state that ``version`` has by its manifest."""
+    in_flight: int
+    """Answers admitted and not ended."""
+    waiting: bool
+    """The last attempt failed, and the next one waits: in follow mode for a while, else for a call."""
+    last_error: LastError | None
+    """Of the attempts since the target was last reached or set; None where there was none."""
+    swaps: tuple[SwapReport, ...]
+    """The most recent ones, oldest first."""

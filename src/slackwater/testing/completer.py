@@ -1,0 +1,206 @@
+"""The table completer: a whole `slackwater.rollout.completer.Completer` in plain Python, with gates and faults.
+
+Position ``i`` of every answer draws from logits row ``i % len(rows)``; draws depend on (seed, position) alone.
+"""
+
+import asyncio
+import math
+import random
+from collections.abc import AsyncIterator, Sequence
+from itertools import accumulate
+from typing import Final
+
+from slackwater.errors import InvalidInputError, PolicyUnmetError, SlackwaterError
+from slackwater.ids import BootId, ReplicaId, RunId, Version
+from slackwater.rollout.evidence import Finish, Origin, TokenStep
+from slackwater.rollout.request import CompletionRequest, SamplingSpec
+
+DEFAULT_SEED: Final = 11
+"""The seed that a table completer picks for a request without one."""
+
+
+class TableCompleter:
+    """Answers from fixed logits.
+
+    Args:
+        rows: Logits by position; all of one length, the vocabulary.
+        window: Most tokens of prompt and completion together.
+        versions: The version that samples position ``i`` is ``versions[min(i, last)]``.
+        end_token: Sampling it ends the answer; None: nothing does.
+        replica: Its name.
+        boot: Its start.
+        run: Its lineage.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Sequence[float]],
+        *,
+        window: int = 256,
+        versions: Sequence[int] = (7,),
+        end_token: int | None = None,
+        replica: str = "table",
+        boot: str = "boot-0",
+        run: str = "demo",
+    ) -> None:
+        self.rows = tuple(tuple(row) for row in rows)
+        self.versions = tuple(map(Version, versions))
+        self.end_token = end_token
+        self.active = 0
+        """Answers admitted and not closed or ended."""
+        self.requests: list[CompletionRequest] = []
+        """All that were admitted, in order."""
+        self.admission_error: SlackwaterError | None = None
+        """Raised by `complete` while it is set."""
+        self._window = window
+        self._name = (ReplicaId(replica), BootId(boot), RunId(run))
+        self._open = asyncio.Event()
+        self._open.set()
+        self._held_from = 0
+        self._aborts = 0
+        self._failure: tuple[int, SlackwaterError] | None = None
+
+    def window(self) -> int:
+        """See `Completer.window`."""
+        return self._window
+
+    def hold(self, *, position: int = 0) -> None:
+        """Let no answer take token number ``position``, counted from 0, or a later one until `release`."""
+        self._held_from = position
+        self._open.clear()
+
+    def release(self) -> None:
+        """Let all go on."""
+        self._open.set()
+
+    def fail_after(self, tokens: int, error: SlackwaterError | None) -> None:
+        """From now on raise ``error`` in place of token number ``tokens``, counted from 0; None: fail no more."""
+        self._failure = None if error is None else (tokens, error)
+
+    def abort_all(self) -> None:
+        """End every answer under way with `Finish.ABORT`; one that is held ends once released."""
+        self._aborts += 1
+
+    async def complete(self, request: CompletionRequest) -> "TableAnswer":
+        """See `Completer.complete`."""
+        if self.admission_error is not None:
+            raise self.admission_error
+        vocabulary = len(self.rows[0])
+        ids = (*request.prompt_ids, *request.forced_ids)
+        if len(request.prompt_ids) >= self._window or not all(0 <= token_id < vocabulary for token_id in ids):
+            raise InvalidInputError(
+                "prompt_ids doesn't fit this model", hint=f"window {self._window}, {vocabulary} ids"
+            )
+        self.requests.append(request)
+        self.active += 1
+        return TableAnswer(self, request, self._name)
+
+    @property
+    def aborts(self) -> int:
+        """How often `abort_all` was called."""
+        return self._aborts
+
+    async def gate(self, position: int) -> None:
+        """Wait until the answer may take its next token; raises the fault that is set for it."""
+        if position >= self._held_from:
+            await self._open.wait()
+        if self._failure is not None and position >= self._failure[0]:
+            raise self._failure[1]
+
+
+class TableAnswer:
+    """See `slackwater.rollout.completer.Answer`."""
+
+    def __init__(
+        self, owner: TableCompleter, request: CompletionRequest, name: tuple[ReplicaId, BootId, RunId]
+    ) -> None:
+        seed = request.sampling.seed
+        replica, boot, run = name
+        self._owner = owner
+        self._request = request
+        self._aborts = owner.aborts
+        self._held = True
+        self.finish: Finish | None = None
+        self.origin = Origin(
+            replica=replica,
+            boot=boot,
+            run=run,
+            seed=DEFAULT_SEED if seed is None else seed,
+            prompt_version=owner.versions[0],
+        )
+
+    async def __aiter__(self) -> AsyncIterator[TokenStep]:
+        position = 0
+        while self.finish is None:
+            await self._owner.gate(position)
+            if self._owner.aborts != self._aborts:
+                self._end(Finish.ABORT)
+                return
+            step = self._step(position)
+            if step is None:
+                self._end(Finish.POLICY_CHANGED)
+                return
+            if step.finish is not None:
+                self._end(step.finish)
+            position += 1
+            yield step
+
+    async def aclose(self) -> None:
+        """See `Answer.aclose`."""
+        self._end(Finish.ABORT)
+
+    def _end(self, finish: Finish) -> None:
+        self.finish = self.finish or finish
+        self._owner.active -= self._held
+        self._held = False
+
+    def _step(self, position: int) -> TokenStep | None:
+        request, owner = self._request, self._owner
+        version = owner.versions[min(position, len(owner.versions) - 1)]
+        if position == 0 and not request.policy.admits(version):
+            raise PolicyUnmetError(f"{request.policy} isn't met: version {version} is held", versions=(version,))
+        if request.policy.exact_version not in (None, version):
+            return None
+        ranked = processed(owner.rows[position % len(owner.rows)], request.sampling)
+        forced = request.forced_ids[position : position + 1]
+        token_id = forced[0] if forced else _draw(ranked, self.origin.seed, position)
+        width = request.sampling.top_logprobs
+        return TokenStep(
+            token_id=token_id,
+            logprob=dict(ranked).get(token_id, -math.inf),
+            version=version,
+            top_ids=tuple(other for other, _ in ranked[:width]),
+            top_logprobs=tuple(logprob for _, logprob in ranked[:width]),
+            finish=self._ends(token_id, position),
+        )
+
+    def _ends(self, token_id: int, position: int) -> Finish | None:
+        request = self._request
+        if position + 1 == len(request.forced_ids):
+            return Finish.STOP
+        if not request.forced_ids and token_id in (self._owner.end_token, *request.sampling.stop_token_ids):
+            return Finish.STOP
+        left = self._owner.window() - len(request.prompt_ids)
+        return Finish.LENGTH if position + 1 >= min(request.sampling.max_tokens, left) else None
+
+
+def processed(logits: Sequence[float], sampling: SamplingSpec) -> list[tuple[int, float]]:
+    """The distribution that a token is drawn from, as `SamplingSpec` defines it: (id, log-probability), falling."""
+    ranked = sorted(enumerate(logits), key=lambda pair: (-pair[1], pair[0]))
+    if sampling.temperature == 0:
+        return [(ranked[0][0], 0.0)]
+    kept = _normalised([(token, logit / sampling.temperature) for token, logit in ranked][: sampling.top_k or None])
+    before = accumulate((math.exp(logprob) for _, logprob in kept), initial=0.0)
+    return _normalised([pair for pair, mass in zip(kept, before, strict=False) if mass < sampling.top_p])
+
+
+def _normalised(scores: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    peak = scores[0][1]
+    total = peak + math.log(sum(math.exp(score - peak) for _, score in scores))
+    return [(token, score - total) for token, score in scores if score > -math.inf]
+
+
+def _draw(ranked: Sequence[tuple[int, float]], seed: int, position: int) -> int:
+    weights = [math.exp(logprob) for _, logprob in ranked]
+    chosen = random.Random(f"{seed}:{position}").choices(ranked, weights)  # noqa: S311 - a fake's reproducible draw
+    return chosen[0][0]

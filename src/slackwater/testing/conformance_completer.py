@@ -1,0 +1,119 @@
+"""What every Completer must do: inherit `CompleterTests` and give it a ``completer`` fixture."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from slackwater.errors import InvalidInputError, PolicyUnmetError
+from slackwater.ids import RequestId, Version
+from slackwater.rollout.completer import Completer
+from slackwater.rollout.evidence import Completion, Finish, collect
+from slackwater.rollout.request import CompletionRequest, PolicyConstraint, SamplingSpec
+
+REQUEST = CompletionRequest(
+    request_id=RequestId("r"),
+    prompt_ids=(1, 2, 3),
+    sampling=SamplingSpec(max_tokens=6, seed=5, top_logprobs=3),
+)
+"""A small request that every completer under test can answer."""
+
+
+async def answer(completer: Completer, request: CompletionRequest) -> Completion:
+    """Ask, read to the end, close."""
+    under_way = await completer.complete(request)
+    try:
+        steps = [step async for step in under_way]
+        return collect(under_way.origin, steps, under_way.finish)
+    finally:
+        await under_way.aclose()
+
+
+class CompleterTests:
+    """The completer under test serves version 7 with a window of at least 32 and a vocabulary of at least 8 tokens,
+    of which none ends an answer by itself."""
+
+    async def test_an_answer_has_max_tokens_and_ends_by_length(self, completer: Completer) -> None:
+        """The plain case."""
+        whole = await answer(completer, REQUEST)
+        assert len(whole.steps) == 6
+        assert whole.finish is Finish.LENGTH
+        assert [step.finish for step in whole.steps] == [None] * 5 + [Finish.LENGTH]
+        assert [span.version for span in whole.policy] == [7]
+
+    async def test_a_seed_repeats_its_answer_and_is_reported(self, completer: Completer) -> None:
+        """Tokens and log-probabilities, both."""
+        first, second = await answer(completer, REQUEST), await answer(completer, REQUEST)
+        assert first.origin.seed == 5
+        assert (first.token_ids, first.logprobs) == (second.token_ids, second.logprobs)
+
+    async def test_a_reported_seed_repeats_an_answer_without_one(self, completer: Completer) -> None:
+        """The replica's pick is as good as the caller's."""
+        free = await answer(completer, replace(REQUEST, sampling=SamplingSpec(max_tokens=6)))
+        again = SamplingSpec(max_tokens=6, seed=free.origin.seed)
+        assert (await answer(completer, replace(REQUEST, sampling=again))).token_ids == free.token_ids
+
+    async def test_a3_20_alternatives_are_different_and_fall(self, completer: Completer) -> None:
+        """One per rank, of the same distribution as the sampled token's log-probability."""
+        for step in (await answer(completer, REQUEST)).steps:
+            assert len(set(step.top_ids)) == len(step.top_logprobs) == 3
+            assert list(step.top_logprobs) == sorted(step.top_logprobs, reverse=True)
+            if step.token_id in step.top_ids:
+                assert step.top_logprobs[step.top_ids.index(step.token_id)] == pytest.approx(step.logprob)
+
+    async def test_a_stop_token_ends_the_answer_and_is_part_of_it(self, completer: Completer) -> None:
+        """Its log-probability too."""
+        whole = await answer(completer, REQUEST)
+        stop = whole.token_ids[2]
+        cut = await answer(completer, replace(REQUEST, sampling=replace(REQUEST.sampling, stop_token_ids=(stop,))))
+        assert cut.finish is Finish.STOP
+        assert cut.token_ids == whole.token_ids[: whole.token_ids.index(stop) + 1]
+
+    async def test_forced_tokens_come_back_with_log_probabilities(self, completer: Completer) -> None:
+        """Forced decoding scores a given continuation exactly as sampling did."""
+        whole = await answer(completer, REQUEST)
+        forced = await answer(completer, replace(REQUEST, forced_ids=whole.token_ids))
+        assert forced.token_ids == whole.token_ids
+        assert forced.logprobs == pytest.approx(whole.logprobs)
+
+    async def test_a_prompt_past_the_window_is_refused(self, completer: Completer) -> None:
+        """Before any work."""
+        with pytest.raises(InvalidInputError):
+            await answer(completer, replace(REQUEST, prompt_ids=(1,) * (completer.window() + 1)))
+
+    @pytest.mark.parametrize(
+        "policy",
+        [PolicyConstraint(min_version=Version(8)), PolicyConstraint(exact_version=Version(6))],
+        ids=str,
+    )
+    async def test_an_unmet_policy_gives_no_token(self, completer: Completer, policy: PolicyConstraint) -> None:
+        """Whether at admission or in the step that would sample the first token."""
+        with pytest.raises(PolicyUnmetError):
+            await answer(completer, replace(REQUEST, policy=policy))
+
+    async def test_a_met_policy_is_answered(self, completer: Completer) -> None:
+        """Bounds are inclusive."""
+        policy = PolicyConstraint(min_version=Version(7), exact_version=Version(7))
+        assert len((await answer(completer, replace(REQUEST, policy=policy))).steps) == 6
+
+    async def test_closing_twice_before_the_end_aborts_once(self, completer: Completer) -> None:
+        """Close is idempotent and sets the finish."""
+        under_way = await completer.complete(replace(REQUEST, streamed=True))
+        async for _ in under_way:
+            break
+        await under_way.aclose()
+        await under_way.aclose()
+        assert under_way.finish is Finish.ABORT
+
+    async def test_closing_before_the_first_token_is_fine(self, completer: Completer) -> None:
+        """Nobody has to read."""
+        under_way = await completer.complete(REQUEST)
+        await under_way.aclose()
+        assert under_way.finish is Finish.ABORT
+
+    async def test_concurrent_answers_do_not_mix(self, completer: Completer) -> None:
+        """Each gets what it gets alone."""
+        asks = [replace(REQUEST, sampling=SamplingSpec(max_tokens=6, seed=seed)) for seed in range(12)]
+        alone = [await answer(completer, ask) for ask in asks]
+        together = await asyncio.gather(*(answer(completer, ask) for ask in asks))
+        assert [one.token_ids for one in alone] == [one.token_ids for one in together]

@@ -1,0 +1,74 @@
+"""Is every token labelled with the policy that made it? The decisions of that check, as pure functions.
+
+The check re-computes each token's log-probability by forced decoding under the version that the token claims, with
+the KV cache built as it was, and compares. It is worth something only if false labels are caught, so the same check
+runs once more with all labels shifted by one version.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Final
+
+from slackwater.errors import InvalidInputError
+from slackwater.ids import Version
+from slackwater.rollout.evidence import PolicySpan
+
+TOLERANCE_FLOOR: Final = 1e-3
+"""Nats. Below it two log-probabilities are equal, whatever the calibration found."""
+_TOLERANCE_MARGIN: Final = 4.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LabelledAnswer:
+    """One answer and what it claims of itself."""
+
+    key: int
+    """Unique in its file."""
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Behaviour log-probabilities as reported, natural log; one per token."""
+    policy: tuple[PolicySpan, ...]
+    """Covers every token, in order."""
+    replica: str
+
+    def __post_init__(self) -> None:
+        edges = [0, *(span.end for span in self.policy)]
+        starts = [span.start for span in self.policy]
+        rising = all(left.version < right.version for left, right in pairwise(self.policy))
+        if not rising or starts != edges[:-1] or not len(self.token_ids) == len(self.logprobs) == edges[-1]:
+            raise InvalidInputError(
+                f"answer {self.key}: its policy spans don't cover its {len(self.token_ids)} tokens in order"
+            )
+
+    def span_of(self, version: Version) -> PolicySpan | None:
+        """The tokens that claim ``version``; None where none does."""
+        return next((span for span in self.policy if span.version == version), None)
+
+
+def tolerance(noise: float) -> float:
+    """The largest difference that counts as equal, in nats.
+
+    Args:
+        noise: Largest difference that a freshly loaded engine shows between two ways of computing the same thing.
+    """
+    return max(TOLERANCE_FLOOR, _TOLERANCE_MARGIN * noise)
+
+
+def shifted(answer: LabelledAnswer, newest: Version) -> LabelledAnswer:
+    """The same answer with every label one version too high, or too low where that would pass ``newest``."""
+    step = -1 if answer.policy[-1].version >= newest else 1
+    return replace(answer, policy=tuple(replace(span, version=Version(span.version + step)) for span in answer.policy))
+
+
+def mislabelled(reported: Sequence[float], recomputed: Sequence[float], limit: float) -> int:
+    """How many tokens differ by more than ``limit``. A NaN on either side differs."""
+    return sum(not abs(left - right) <= limit for left, right in zip(reported, recomputed, strict=True))
+
+
+def touching(answers: Iterable[LabelledAnswer], version: Version) -> list[LabelledAnswer]:
+    """The answers with tokens of ``version``: those that began earlier first, then those that end in it, then those
+    that go on. So what must stay resident over the next swap comes last."""
+    found = [answer for answer in answers if answer.span_of(version)]
+    return sorted(found, key=lambda answer: (answer.policy[0].version == version, answer.policy[-1].version > version))

@@ -1,0 +1,124 @@
+"""What a trainer gets of one answer: ids, log-probabilities and the policy of every token. Text is a view of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from slackwater.api.engine_data import EngineData
+from slackwater.errors import CorruptError, UnsupportedError
+from slackwater.ids import BootId, ReplicaId, RunId, Version
+from slackwater.rollout.evidence import Finish, PolicySpan
+
+Logprobs = npt.NDArray[np.float32]
+"""Natural logs, one per completion token."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Sample:
+    """One answer to one prompt, ready for a loss. All token-wise fields cover exactly the sampled tokens."""
+
+    prompt_ids: tuple[int, ...]
+    """As the engine saw the prompt."""
+    token_ids: tuple[int, ...]
+    logprobs: Logprobs
+    """Behaviour log-probabilities: of the distribution that each token was drawn from. Read-only."""
+    policy: tuple[PolicySpan, ...]
+    """Which version sampled which tokens; in order, without gaps."""
+    text: str
+    """Of the completion, cut before a stop string; not to be encoded again."""
+    finish: Finish
+    run: RunId
+    """The lineage that the versions count in."""
+    replica: ReplicaId
+    boot: BootId
+    seed: int
+    prompt_version: Version | None = None
+    """The version that built the prompt's KV; None where the replica doesn't say."""
+    cached_tokens: int = 0
+
+    @property
+    def versions(self) -> tuple[Version, ...]:
+        """One version per token."""
+        return tuple(span.version for span in self.policy for _ in range(span.start, span.end))
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    message: _Message | None = None
+    text: str | None = None
+    token_ids: tuple[int, ...] | None = None
+    engine_data: EngineData | None = None
+
+
+class _Reply(msgspec.Struct, frozen=True, kw_only=True):
+    choices: tuple[_Choice, ...]
+    prompt_token_ids: tuple[int, ...] | None = None
+
+
+_REPLIES: Final = msgspec.json.Decoder(_Reply)
+_HINT: Final = "the server must know return_token_ids and engine_data; text is never encoded again"
+
+
+def read_samples(body: bytes, count: int) -> tuple[Sample, ...]:
+    """Read a reply that was asked for with ``return_token_ids`` and ``engine_data``.
+
+    Args:
+        body: Of a whole reply to either completion route.
+        count: How many choices were asked for.
+
+    Raises:
+        UnsupportedError: It has no ids or no evidence: this server doesn't give them.
+        CorruptError: It is no such reply, or its fields contradict each other.
+    """
+    try:
+        reply = _REPLIES.decode(body)
+    except msgspec.MsgspecError as error:
+        raise CorruptError(f"the reply can't be read: {error}") from error
+    if sorted(choice.index for choice in reply.choices) != list(range(count)):
+        raise CorruptError(f"the reply has {len(reply.choices)} choices of {count}")
+    if reply.prompt_token_ids is None:
+        raise UnsupportedError("the reply has no prompt_token_ids", hint=_HINT)
+    ordered = sorted(reply.choices, key=lambda choice: choice.index)
+    return tuple(_sample(choice, reply.prompt_token_ids) for choice in ordered)
+
+
+def _sample(choice: _Choice, prompt_ids: tuple[int, ...]) -> Sample:
+    data = choice.engine_data
+    if choice.token_ids is None or data is None:
+        raise UnsupportedError("a choice has no token_ids or no engine_data", hint=_HINT)
+    logprobs = np.array(data.logprobs.values.values(), dtype=np.float32)
+    logprobs.flags.writeable = False
+    policy = tuple(PolicySpan(version=version, start=start, end=end) for version, start, end in data.policy)
+    _check(choice.token_ids, data, len(logprobs), policy)
+    text = choice.message.content if choice.message else choice.text
+    return Sample(
+        prompt_ids=prompt_ids,
+        token_ids=choice.token_ids,
+        logprobs=logprobs,
+        policy=policy,
+        text=text or "",
+        finish=data.finish,
+        run=data.run,
+        replica=data.replica,
+        boot=data.boot_id,
+        seed=data.seed,
+        prompt_version=data.prompt_version,
+        cached_tokens=data.cached_tokens,
+    )
+
+
+def _check(token_ids: Sequence[int], data: EngineData, num_logprobs: int, policy: Sequence[PolicySpan]) -> None:
+    starts = [0, *(span.end for span in policy)]
+    gapless = [span.start for span in policy] == starts[:-1] and all(span.start < span.end for span in policy)
+    if data.token_ids.values() != tuple(token_ids):
+        raise CorruptError("a choice's token_ids differ from its engine_data")
+    if not gapless or not len(token_ids) == num_logprobs == starts[-1]:
+        raise CorruptError(f"a choice's {len(token_ids)} ids, {num_logprobs} log-probabilities and spans don't fit")

@@ -1,0 +1,170 @@
+"""Where tensors come from. A source is read while it is published and must not change meanwhile."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Final, Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from slackwater.checkpoint.tensor import Bits, TensorSpec
+from slackwater.errors import CorruptError, InvalidInputError, NotFoundError
+from slackwater.weights.shards import Slot, read_slots
+
+INDEX_FILE: Final = "model.safetensors.index.json"
+
+_SIDE_SUFFIXES: Final = frozenset({".json", ".jinja", ".txt", ".model", ".tiktoken"})
+_PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)+")
+_PICKLED_SUFFIXES: Final = frozenset({".bin", ".pt", ".pth", ".pkl", ".ckpt"})
+
+
+class TensorSource(Protocol):
+    """Tensors by canonical name, as flat integer views of their bits. Reads may come from any thread."""
+
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """Every tensor, by rising name."""
+        ...
+
+    def bits(self, name: str) -> Bits:
+        """One tensor, flat and in row-major order; without a copy where the source can. Not to be written.
+
+        Raises:
+            NotFoundError: No such tensor.
+        """
+        ...
+
+
+class ShardSource:
+    """Tensors in safetensors files that are mapped or held in memory.
+
+    Args:
+        buffers: Each file's bytes by its name.
+
+    Raises:
+        CorruptError: A file breaks safetensors' rules, or two files hold the same tensor.
+    """
+
+    def __init__(self, buffers: Mapping[str, bytearray | memoryview | npt.NDArray[np.uint8]]) -> None:
+        self._buffers = buffers
+        self._slots: dict[str, tuple[str, Slot]] = {}
+        for file, buffer in buffers.items():
+            for name, slot in read_slots(file, buffer).items():
+                if name in self._slots:
+                    raise CorruptError(f"{name} is both in {self._slots[name][0]} and in {file}")
+                self._slots[name] = (file, slot)
+
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """See `TensorSource.specs`."""
+        return {name: slot.spec for name, (_, slot) in sorted(self._slots.items())}
+
+    def bits(self, name: str) -> Bits:
+        """See `TensorSource.bits`. A view of the file; writable where the buffer is."""
+        file, slot = self._find(name)
+        return slot.bits(self._buffers[file])
+
+    def place(self, name: str) -> tuple[str, int]:
+        """The file that holds a tensor, and its first byte in it.
+
+        Raises:
+            NotFoundError: No such tensor.
+        """
+        file, slot = self._find(name)
+        return file, slot.offset
+
+    def _find(self, name: str) -> tuple[str, Slot]:
+        if name not in self._slots:
+            raise NotFoundError(f"there is no tensor {name} in {', '.join(self._buffers)}")
+        return self._slots[name]
+
+
+class FolderSource(ShardSource):
+    """A Hugging Face folder of safetensors files, mapped: opening it reads headers alone.
+
+    Args:
+        folder: With ``model.safetensors.index.json`` and the files it names, or with safetensors files alone.
+
+    Attributes:
+        shards: The safetensors files by name.
+        files: What belongs to the model besides: config, tokenizer, chat template, the index; by name.
+
+    Raises:
+        InvalidInputError: No folder, no safetensors in it, or tensors and index don't match.
+        CorruptError: A file breaks safetensors' rules, or is shorter or longer than its header says.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        weight_map = _read_weight_map(folder)
+        self.folder: Final = folder
+        self.shards: Final[Mapping[str, Path]] = _find_shards(folder, weight_map)
+        index = {} if weight_map is None else {INDEX_FILE: folder / INDEX_FILE}
+        self.files: Final[Mapping[str, Path]] = {**side_files(folder), **index}
+        super().__init__({file: _map(path) for file, path in self.shards.items()})
+        if weight_map is not None:
+            self._check_index(weight_map)
+
+    def _check_index(self, weight_map: Mapping[str, str]) -> None:
+        for name, file in weight_map.items():
+            if name not in self._slots or self._slots[name][0] != file:
+                raise InvalidInputError(
+                    f"{self.folder}: {INDEX_FILE} names {name} in {file}, and it isn't there",
+                    hint="save the whole model again",
+                )
+        extra = sorted(self._slots.keys() - weight_map.keys())
+        if extra:
+            raise InvalidInputError(f"{self.folder}: {INDEX_FILE} doesn't name {extra[0]}")
+
+
+class _Index(msgspec.Struct, frozen=True):
+    weight_map: dict[str, Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors\Z")]]
+
+
+def _read_weight_map(folder: Path) -> Mapping[str, str] | None:
+    path = folder / INDEX_FILE
+    if not path.is_file():
+        return None
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_Index).weight_map
+    except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
+        raise CorruptError(f"{path} can't be read: {error}") from error
+
+
+def _find_shards(folder: Path, weight_map: Mapping[str, str] | None) -> Mapping[str, Path]:
+    if not folder.is_dir():
+        raise InvalidInputError(f"{folder} is no folder", hint="name a Hugging Face model folder")
+    names = {p.name for p in folder.glob("*.safetensors")} if weight_map is None else set(weight_map.values())
+    if not names:
+        raise InvalidInputError(f"{folder} is a folder without safetensors", hint=_advice(folder))
+    for name in sorted(names):
+        if not (folder / name).is_file():
+            raise InvalidInputError(f"{folder}: {INDEX_FILE} names {name}, and there is no such file")
+    return {name: folder / name for name in sorted(names)}
+
+
+def _advice(folder: Path) -> str:
+    if any(path.suffix in _PICKLED_SUFFIXES for path in folder.iterdir()):
+        return "pickled weights are never read: save the model with safe_serialization=True"
+    return "name a Hugging Face model folder"
+
+
+def _map(path: Path) -> npt.NDArray[np.uint8]:
+    if path.stat().st_size == 0:
+        raise CorruptError(f"{path.name}: the file is empty", hint="fetch or write the file again")
+    return np.memmap(path, dtype=np.uint8, mode="r")
+
+
+def side_files(folder: Path) -> Mapping[str, Path]:
+    """The files of a model folder that are neither weights nor their index, by rising name.
+
+    Raises:
+        InvalidInputError: No such folder.
+    """
+    if not folder.is_dir():
+        raise InvalidInputError(f"{folder} is no folder", hint="name a Hugging Face model folder")
+    return {path.name: path for path in sorted(folder.iterdir()) if _is_side_file(path)}
+
+
+def _is_side_file(path: Path) -> bool:
+    plain = _PLAIN_NAME.fullmatch(path.name) is not None and not path.name.endswith(".index.json")
+    return plain and path.suffix in _SIDE_SUFFIXES and path.is_file()

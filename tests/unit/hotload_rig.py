@@ -1,0 +1,119 @@
+"""A scripted target, and snapshots that need no bucket."""
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+
+from slackwater.errors import NotFoundError, SlackwaterError
+from slackwater.hotload.conductor import Conductor, ConductorLimits
+from slackwater.hotload.snapshots import Snapshot
+from slackwater.hotload.target import Goal, TargetError, TargetStatus
+from slackwater.ids import ReplicaId, RunId, StateDigest, Version, snapshot_name
+from slackwater.testing.clock import ManualClock
+
+RUN = RunId("demo")
+
+
+def status(replica: str = "r0", version: int = 0, target: int = 0, **changes: object) -> TargetStatus:
+    """A replica that serves ``version`` and is idle."""
+    made = TargetStatus(
+        replica=ReplicaId(replica),
+        boot_id="boot",
+        run=RUN,
+        state="serving",
+        stage="idle",
+        version=Version(version),
+        target=Version(target),
+        mode="manual",
+        provisional=False,
+        waiting=False,
+        in_flight=0,
+    )
+    return msgspec.structs.replace(made, **changes)
+
+
+class ScriptedTarget:
+    """A replica that takes a target at once and reaches it when a test says so."""
+
+    def __init__(self, replica: str) -> None:
+        self.replica = ReplicaId(replica)
+        self.now = status(replica)
+        self.goals: list[Goal] = []
+        self.error: SlackwaterError | None = None
+        self.silent = False
+
+    async def set_target(self, goal: Goal) -> TargetStatus:
+        await self._answer()
+        self.goals.append(goal)
+        if goal == "head":
+            self.change(mode="follow")
+        elif goal != self.now.version or self.now.stage != "idle":
+            self.change(target=goal, stage="preparing", waiting=False, last_error=None)
+        return self.now
+
+    async def status(self) -> TargetStatus:
+        await self._answer()
+        return self.now
+
+    def reach(self) -> None:
+        self.change(version=self.now.target, stage="idle")
+
+    def fail(self, kind: str) -> None:
+        self.change(stage="idle", waiting=True, last_error=TargetError(kind=kind, message="broken"))
+
+    def change(self, **changes: object) -> None:
+        self.now = msgspec.structs.replace(self.now, **changes)
+
+    async def _answer(self) -> None:
+        if self.silent:
+            await asyncio.Event().wait()
+        if self.error is not None:
+            raise self.error
+
+
+class ListedSnapshots:
+    """Versions 0 to ``count - 1``; counts how often it is asked."""
+
+    def __init__(self, count: int) -> None:
+        self.run = RUN
+        self.asked = 0
+        self._count = count
+
+    def find(self, version: Version) -> Snapshot:
+        self.asked += 1
+        if version >= self._count:
+            raise NotFoundError(f"there is no snapshot {snapshot_name(RUN, version)}")
+        return Snapshot(
+            name=snapshot_name(RUN, version),
+            version=version,
+            kind="delta" if version else "anchor",
+            state=StateDigest("0" * 64),
+            bytes=10,
+            step=version,
+            created_at="2026-01-01T00:00:00Z",
+        )
+
+    def chain(self) -> tuple[Snapshot, ...]:
+        return tuple(self.find(Version(number)) for number in range(self._count))
+
+
+class Fleet:
+    """A conductor over scripted targets on a manual clock."""
+
+    def __init__(self, size: int = 3, snapshots: int = 9, history: int = 256) -> None:
+        self.clock = ManualClock()
+        self.targets = [ScriptedTarget(f"r{number}") for number in range(size)]
+        self.snapshots = ListedSnapshots(snapshots)
+        limits = ConductorLimits(deadline_s=60.0, poll_s=0.1, history=history)
+        self.conductor = Conductor(self.targets, self.snapshots, self.clock, limits)
+
+    async def polls(self, seconds: float = 0.2) -> None:
+        await self.clock.advance(seconds)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Let everything run until ``holds``."""
+    async with asyncio.timeout(20):
+        while not holds():
+            await asyncio.sleep(0)

@@ -1,0 +1,167 @@
+"""Bodies: bounds first, names in every refusal, defaults as documented."""
+
+import json
+
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slackwater.api.asking import DEFAULT_MAX_TOKENS, chat_wanted, requests, text_wanted
+from slackwater.api.faults import STATUS, Fault, fault, rebuild
+from slackwater.api.schema import TextBody, read_chat, read_text
+from slackwater.errors import InvalidInputError, PolicyUnmetError, SlackwaterError, UnsupportedError
+from slackwater.rollout.request import CompletionRequest
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def ask(fields: dict[str, object], *, window: int = 100) -> tuple[CompletionRequest, ...]:
+    body = read_text(json.dumps({"prompt": [1, 2, 3], **fields}).encode())
+    return requests(body, text_wanted(body), (1, 2, 3), window=window, request_id="r", model="m")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -1),
+        ("temperature", 1e6),
+        ("top_p", 0),
+        ("top_p", -1),
+        ("top_p", 2),
+        ("top_k", -2),
+        ("n", 0),
+        ("n", 10**6),
+        ("max_tokens", 0),
+        ("max_tokens", 10**9),
+        ("seed", -1),
+        ("stop", ["x"] * 500_000),
+        ("stop", ["x" * 257]),
+        ("stop", ""),
+        ("stop_token_ids", list(range(65))),
+        ("top_logprobs_as_logprobs", 21),
+        ("forced_token_ids", [1] * 98),
+        ("policy", {"min_version": -1}),
+        ("policy", {"max_lag": 1}),
+        ("temperature", True),
+        ("temperature", "hot"),
+    ],
+)
+def test_a8_15_what_is_out_of_range_is_refused(field: str, value: object) -> None:
+    name = "logprobs" if field == "top_logprobs_as_logprobs" else field
+    with pytest.raises(InvalidInputError) as refused:
+        ask({name: value})
+    assert (fault(refused.value).param or "").startswith(field.split("_as_")[0])
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b'{"prompt": NaN}', b'{"prompt": "\xff"}', b'{"x":' + b"[" * 99_999]
+)
+def test_what_is_no_json_is_refused(body: bytes) -> None:
+    with pytest.raises(InvalidInputError):
+        read_text(body)
+
+
+def test_a8_15_numbers_that_json_lacks_are_refused() -> None:
+    for number in (b"NaN", b"Infinity", b"1e999"):
+        with pytest.raises(InvalidInputError):
+            read_text(b'{"prompt": "x", "temperature": ' + number + b"}")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tools", [{"type": "function"}]),
+        ("response_format", {"type": "json_object"}),
+        ("logit_bias", {"1000000000": 5}),
+        ("presence_penalty", 0.5),
+        ("frequency_penalty", -1),
+        ("bad_words", ["x"] * 50_000),
+        ("best_of", 2),
+    ],
+)
+def test_fields_that_ask_for_what_we_lack_are_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(UnsupportedError) as refused:
+        ask({field: value})
+    assert fault(refused.value).param == field
+
+
+def test_neutral_values_and_unknown_fields_pass() -> None:
+    fields: dict[str, object] = {
+        "tools": [],
+        "tool_choice": "auto",
+        "response_format": {"type": "text"},
+        "logit_bias": {},
+        "presence_penalty": 0,
+        "best_of": 1,
+        "echo": False,
+        "suffix": None,
+        "user": "me",
+        "from_the_future": {"a": [1]},
+    }
+    assert len(ask(fields)) == 1
+
+
+def test_defaults_take_what_is_left_of_the_window() -> None:
+    assert ask({})[0].sampling.max_tokens == 97
+    assert ask({}, window=10**6)[0].sampling.max_tokens == DEFAULT_MAX_TOKENS
+    assert ask({"forced_token_ids": [5, 6]})[0].sampling.max_tokens == 2
+    with pytest.raises(InvalidInputError, match="window"):
+        ask({}, window=3)
+
+
+def test_choices_draw_with_consecutive_seeds() -> None:
+    asked = ask({"n": 3, "seed": 40, "top_k": -1, "policy": {"exact_version": 4}})
+    assert [request.sampling.seed for request in asked] == [40, 41, 42]
+    assert len({request.request_id for request in asked}) == 3
+    assert {str(request.policy) for request in asked} == {"exact_version=4"}
+
+
+@pytest.mark.parametrize(("top", "expected"), [(None, 0), (0, 0), (5, 5)])
+def test_a3_07_logprobs_with_and_without_alternatives(top: int | None, expected: int) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": top}
+    wanted = chat_wanted(read_chat(json.dumps(body).encode()))
+    assert wanted.logprobs
+    assert wanted.top_logprobs == expected
+
+
+def test_a_chat_body_prefers_max_completion_tokens() -> None:
+    raw = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5, "max_completion_tokens": 7}
+    body = read_chat(json.dumps(raw).encode())
+    asked = requests(body, chat_wanted(body), (1,), window=99, request_id="r", model="m")
+    assert asked[0].sampling.max_tokens == 7
+
+
+def test_messages_are_text_in_parts_or_whole() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    body = read_chat(json.dumps({"messages": [{"role": "user", "content": parts}]}).encode())
+    assert body.messages[0].plain() == {"role": "user", "content": "ab"}
+    image = read_chat(json.dumps({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}).encode())
+    with pytest.raises(UnsupportedError):
+        image.messages[0].plain()
+
+
+@given(fields=st.dictionaries(st.sampled_from(sorted(TextBody.__struct_fields__)), JSON))
+def test_a8_15_any_body_is_admitted_or_refused_in_words(fields: dict[str, object]) -> None:
+    try:
+        ask(fields)
+    except (InvalidInputError, UnsupportedError) as refused:
+        assert STATUS[refused.kind] == 400
+
+
+def test_every_error_comes_back_as_itself() -> None:
+    for kind in STATUS:
+        seen = rebuild(fault(rebuild(fault(_error(kind)))))
+        assert (seen.kind, seen.message, seen.hint) == (kind, "it broke", "mend it")
+    unmet = rebuild(fault(PolicyUnmetError("no", versions=(3, 4))))
+    assert isinstance(unmet, PolicyUnmetError)
+    assert unmet.versions == (3, 4)
+
+
+def _error(kind: str) -> SlackwaterError:
+
+    return rebuild(Fault(message="it broke (mend it)", type=kind, hint="mend it"))

@@ -1,0 +1,69 @@
+from collections.abc import Callable
+from typing import Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slackwater.checkpoint.chain import Path, plan_path
+from slackwater.errors import NotFoundError
+from slackwater.ids import Version
+
+Kind = Literal["anchor", "delta"] | None
+
+
+def chain(text: str) -> Callable[[Version], Kind]:
+    """``a``: anchor, ``d``: delta, ``.``: gone."""
+    kinds: dict[str, Kind] = {"a": "anchor", "d": "delta", ".": None}
+    return lambda version: kinds[text[version]] if version < len(text) else None
+
+
+def path(anchor: int | None, *deltas: int) -> Path:
+    return Path(anchor=None if anchor is None else Version(anchor), deltas=tuple(map(Version, deltas)))
+
+
+@pytest.mark.parametrize(
+    ("held", "target", "text", "expected"),
+    [
+        (None, 0, "a", path(0)),
+        (None, 3, "addd", path(0, 1, 2, 3)),
+        (None, 4, "addad", path(3, 4)),
+        (1, 3, "addd", path(None, 2, 3)),
+        (3, 3, "addd", path(None)),
+        (1, 4, "addad", path(3, 4)),
+        (3, 1, "addd", path(0, 1)),
+        (0, 0, "a", path(None)),
+        (9, 1, "ad", path(0, 1)),
+        (1, 3, "..dd", path(None, 2, 3)),
+    ],
+)
+def test_the_cheapest_path_is_found(held: int | None, target: int, text: str, expected: Path) -> None:
+    base = None if held is None else Version(held)
+    assert plan_path(base, Version(target), chain(text)) == expected
+
+
+def test_f14_a_gap_falls_back_to_the_newest_anchor_after_it() -> None:
+    assert plan_path(Version(2), Version(5), chain("add.ad")) == path(4, 5)
+
+
+@pytest.mark.parametrize(
+    ("held", "target", "text"),
+    [(2, 5, "add.dd"), (None, 2, ".dd"), (None, 0, ""), (None, 3, "add"), (None, 1, "dd")],
+)
+def test_f14_a_target_out_of_reach_is_told(held: int | None, target: int, text: str) -> None:
+    with pytest.raises(NotFoundError, match=f"version {target} can't be reached"):
+        plan_path(None if held is None else Version(held), Version(target), chain(text))
+
+
+@given(st.text("ad.", max_size=12), st.one_of(st.none(), st.integers(0, 12)), st.integers(0, 12))
+def test_every_path_ends_at_the_target_without_gaps(text: str, held: int | None, target: int) -> None:
+    kind_of = chain(text)
+    try:
+        found = plan_path(None if held is None else Version(held), Version(target), kind_of)
+    except NotFoundError:
+        return
+    start = held if found.anchor is None else found.anchor
+    assert start is not None
+    assert [*found.deltas] == list(range(start + 1, target + 1))
+    assert all(kind_of(version) == "delta" for version in found.deltas)
+    assert found.anchor is None or kind_of(found.anchor) == "anchor"

@@ -1,0 +1,135 @@
+"""Patching in place: exact bits, all or nothing, and back."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slackwater.checkpoint.tensor import Bits, TensorSpec, Tile, TileWrite
+from slackwater.engine.torch.weights import StagedWrites, WeightBits
+from slackwater.errors import InvalidInputError, NotFoundError, SwapError
+
+WHOLE = Tile(index=0, start=0, count=12)
+
+
+def held() -> tuple[torch.Tensor, WeightBits]:
+    tensor = torch.arange(12, dtype=torch.float32).bfloat16().reshape(3, 4)
+    return tensor, WeightBits({"w": tensor}, {"w": TensorSpec(name="w", dtype="BF16", shape=(3, 4))})
+
+
+def sparse(positions: list[int], values: list[int], tile: Tile = WHOLE) -> TileWrite:
+    return TileWrite(
+        name="w",
+        tile=tile,
+        positions=np.array(positions, dtype=np.uint32),
+        values=np.array(values, dtype=np.uint16),
+    )
+
+
+def bits(weights: WeightBits) -> Bits:
+    return weights.read("w", WHOLE).copy()
+
+
+def test_a_commit_writes_the_memory_that_torch_reads() -> None:
+    tensor, weights = held()
+    assert weights.commit(weights.stage([sparse([0, 3], [0x3F80, 0x4000], Tile(index=1, start=4, count=4))])) == 4
+    assert tensor.tolist() == [[0, 1, 2, 3], [1, 5, 6, 2], [8, 9, 10, 11]]
+
+
+def test_every_bit_pattern_survives() -> None:
+    _, weights = held()
+    patterns = np.array([0x8000, 0x7FC1, 0xFFFF, 0x0001, 0x7F80, 0xFF80] * 2, dtype=np.uint16)
+    weights.commit(weights.stage([TileWrite(name="w", tile=WHOLE, positions=None, values=patterns)]))
+    assert np.array_equal(bits(weights), patterns)
+
+
+def test_what_is_read_cannot_be_written() -> None:
+    _, weights = held()
+    with pytest.raises(ValueError, match="read-only"):
+        weights.read("w", WHOLE)[0] = 1
+
+
+@given(st.lists(st.dictionaries(st.integers(0, 11), st.integers(0, 0xFFFF), min_size=1), min_size=1, max_size=4))
+def test_undo_unwinds_overlapping_writes(changes: list[dict[int, int]]) -> None:
+    _, weights = held()
+    before = bits(weights)
+    staged = weights.stage([sparse(sorted(change), [change[at] for at in sorted(change)]) for change in changes])
+    weights.commit(staged)
+    weights.undo(staged)
+    assert np.array_equal(bits(weights), before)
+    assert weights.commit(staged) > 0  # the bits that it was staged on are back
+
+
+class _Failing(np.ndarray):  # type: ignore[type-arg]
+    """Memory that fails on its second write and works again after."""
+
+    writes = 0
+
+    def __setitem__(self, key: object, value: object) -> None:
+        type(self).writes += 1
+        super().__setitem__(key, value)  # type: ignore[index]
+        if type(self).writes == 2:
+            raise MemoryError("injected")
+
+
+def test_a_commit_that_fails_halfway_leaves_the_old_bits() -> None:
+    _, weights = held()
+    before = bits(weights)
+    weights._flat["w"] = weights._flat["w"].view(_Failing)  # type: ignore[index]
+    staged = weights.stage([sparse([0], [1]), sparse([1], [2]), sparse([2], [3])])
+    with pytest.raises(SwapError, match="injected"):
+        weights.commit(staged)
+    assert np.array_equal(bits(weights), before)
+    assert weights.commit(staged) == 6
+
+
+def test_writes_staged_before_another_commit_are_refused() -> None:
+    _, weights = held()
+    first, second = weights.stage([sparse([0], [1])]), weights.stage([sparse([0], [2])])
+    weights.commit(first)
+    with pytest.raises(SwapError, match="stage them again"):
+        weights.commit(second)
+    assert bits(weights)[0] == 1
+
+
+def test_writes_staged_on_an_undone_commit_are_refused_even_after_the_next() -> None:
+    _, weights = held()
+    first = weights.stage([sparse([0], [1])])
+    weights.commit(first)
+    on_first = weights.stage([sparse([1], [2])])
+    weights.undo(first)
+    weights.commit(weights.stage([sparse([0], [3])]))
+    with pytest.raises(SwapError):
+        weights.commit(on_first)
+
+
+def test_memory_held_is_that_of_the_change() -> None:
+    _, weights = held()
+    assert weights.stage([sparse([1, 2], [3, 4])]).num_bytes == 2 * (8 + 2 + 2)
+
+
+def stage_bad(write: TileWrite) -> StagedWrites:
+    return held()[1].stage([write])
+
+
+@pytest.mark.parametrize("positions", [[2, 1], [1, 1], [12], [0xFFFFFFFF]])
+def test_hostile_positions_are_refused(positions: list[int]) -> None:
+    with pytest.raises(InvalidInputError, match="positions"):
+        stage_bad(sparse(positions, [0] * len(positions)))
+
+
+def test_hostile_tiles_names_and_values_are_refused() -> None:
+    for tile in (
+        Tile(index=0, start=-1, count=2),
+        Tile(index=0, start=11, count=2),
+        Tile(index=0, start=4, count=-2),
+    ):
+        with pytest.raises(InvalidInputError, match="ends outside"):
+            stage_bad(sparse([], [], tile))
+    with pytest.raises(InvalidInputError, match="for 1 positions"):
+        stage_bad(sparse([1], [1, 2]))
+    with pytest.raises(InvalidInputError, match="carries float32"):
+        stage_bad(TileWrite(name="w", tile=WHOLE, positions=None, values=np.zeros(12, np.float32)))  # type: ignore[arg-type]
+    with pytest.raises(NotFoundError, match="nobody"):
+        stage_bad(TileWrite(name="nobody", tile=WHOLE, positions=None, values=np.zeros(12, np.uint16)))

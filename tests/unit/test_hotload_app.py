@@ -1,0 +1,194 @@
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import httpx
+import pytest
+import uvicorn
+from hotload_rig import Fleet
+from replica_rig import RUN, Rig, until
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.routing import Route
+
+from slackwater.api.auth import KeyGate, Keys
+from slackwater.api.respond import HANDLERS
+from slackwater.clock import SystemClock
+from slackwater.errors import AuthError, CorruptError, NotFoundError, UnavailableError
+from slackwater.hotload.app import hotload_routes
+from slackwater.hotload.conductor import Conductor, ConductorLimits
+from slackwater.hotload.operation import OperationState, ReplicaStage
+from slackwater.hotload.remote import HttpTarget
+from slackwater.hotload.snapshots import BucketSnapshots
+from slackwater.ids import ReplicaId, Version
+from slackwater.replica.app import control_routes
+from slackwater.testing.bucket import MemoryBucket
+
+KEYS = Keys(inference="i", control="c")
+CONTROL = {"Authorization": "Bearer c"}
+
+
+def gated(routes: list[Route]) -> Starlette:
+    return Starlette(routes=routes, middleware=[Middleware(KeyGate, KEYS)], exception_handlers=HANDLERS)
+
+
+@asynccontextmanager
+async def served(app: Starlette) -> AsyncIterator[str]:
+    """The app on a free loopback port."""
+    taken = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
+    serving = asyncio.create_task(server.serve(sockets=[taken]))
+    await until(lambda: server.started)
+    try:
+        yield f"http://127.0.0.1:{taken.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await serving
+        taken.close()
+
+
+@asynccontextmanager
+async def silent() -> AsyncIterator[str]:
+    """A port that accepts and never answers."""
+
+    async def swallow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(swallow, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+@pytest.fixture
+async def session() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession() as made:
+        yield made
+
+
+@pytest.fixture
+def fleet() -> Fleet:
+    return Fleet()
+
+
+@pytest.fixture
+async def front(fleet: Fleet) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(app=gated(hotload_routes(fleet.conductor)))
+    async with httpx.AsyncClient(transport=transport, base_url="http://control", headers=CONTROL) as made:
+        yield made
+    await fleet.conductor.close()
+
+
+async def test_a_hot_load_is_accepted_watched_listed_and_cancelled(fleet: Fleet, front: httpx.AsyncClient) -> None:
+    accepted = await front.post("/v1/hot-loads", json={"snapshot": "demo/7"}, headers={"Idempotency-Key": "k"})
+    assert accepted.status_code == 202
+    name = accepted.json()["id"]
+    await fleet.polls()
+    seen = (await front.get(f"/v1/hot-loads/{name}")).json()
+    assert (seen["snapshot"], seen["state"], seen["idempotency_key"]) == ("demo/7", "running", "k")
+    assert [part["stage"] for part in seen["replicas"]] == ["under_way"] * 3
+    cancelled = await front.post(f"/v1/hot-loads/{name}/cancel")
+    assert (cancelled.status_code, cancelled.json()["state"]) == (200, "cancelled")
+    again = await front.post("/v1/hot-loads", json={"snapshot": "demo/7"}, headers={"Idempotency-Key": "k"})
+    assert (again.status_code, again.json()["id"]) == (200, name)
+    assert [item["id"] for item in (await front.get("/v1/hot-loads")).json()["hot_loads"]] == [name]
+
+
+async def test_snapshots_and_fleet_are_listed(fleet: Fleet, front: httpx.AsyncClient) -> None:
+    fleet.targets[1].error = UnavailableError("replica r1 did not answer within 5 s")
+    chain = (await front.get("/v1/snapshots")).json()["snapshots"]
+    members = (await front.get("/v1/fleet")).json()["replicas"]
+    assert [item["kind"] for item in chain[:2]] == ["anchor", "delta"]
+    assert set(chain[0]) == {"name", "version", "kind", "state", "bytes", "step", "created_at"}
+    assert [member["status"] is None for member in members] == [False, True, False]
+    assert members[1]["error"]["kind"] == "unavailable"
+
+
+async def test_following_is_a_standing_order(fleet: Fleet, front: httpx.AsyncClient) -> None:
+    reply = (await front.post("/v1/follow")).json()
+    assert reply["mode"] == "follow"
+    assert [target.goals for target in fleet.targets] == [["head"]] * 3
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b'{"snapshot": "../x"}', 400),
+        (b'{"snapshot": "http://169.254.169.254/"}', 400),
+        (b'{"snapshot": 7}', 400),
+        (b'{"snapshot": "demo/7", "url": "file:///etc"}', 400),
+        (b"{", 400),
+        (b'{"snapshot": "demo/99"}', 404),
+        (b'{"snapshot": "other/1"}', 404),
+    ],
+)
+async def test_a8_04_bad_snapshots_are_refused_and_nobody_is_told(
+    fleet: Fleet, front: httpx.AsyncClient, body: bytes, status: int
+) -> None:
+    reply = await front.post("/v1/hot-loads", content=body)
+    assert reply.status_code == status
+    assert all(not target.goals for target in fleet.targets)
+
+
+async def test_every_path_needs_the_control_key(front: httpx.AsyncClient) -> None:
+    for path in ("/v1/hot-loads", "/v1/snapshots", "/v1/fleet", "/v1/hot-loads/x"):
+        assert (await front.get(path, headers={"Authorization": ""})).status_code == 401
+        assert (await front.get(path, headers={"Authorization": "Bearer i"})).status_code == 403
+
+
+async def test_a_long_or_empty_idempotency_key_is_refused(front: httpx.AsyncClient) -> None:
+    for key in ("", "k" * 201):
+        reply = await front.post("/v1/hot-loads", json={"snapshot": "demo/7"}, headers={"Idempotency-Key": key})
+        assert reply.status_code == 400
+
+
+async def test_a1_12_a_fleet_over_http_ends_with_a_state_for_each_replica(
+    tmp_path: Path, session: aiohttp.ClientSession
+) -> None:
+    bucket = MemoryBucket()
+    rigs = [Rig(tmp_path, f"r{number}", bucket) for number in range(2)]
+    rigs[0].publish(2)
+    async with AsyncExitStack() as stack:
+        targets: list[HttpTarget] = []
+        for rig in rigs:
+            await rig.replica.start(Version(0))
+            stack.push_async_callback(rig.close)
+            base = await stack.enter_async_context(served(gated(control_routes(rig.replica))))
+            targets.append(HttpTarget(rig.replica.status().replica, base, "c", session))
+        hung = await stack.enter_async_context(silent())
+        targets.append(HttpTarget(ReplicaId("r2"), hung, "c", session, deadline_s=0.1))
+        limits = ConductorLimits(deadline_s=2.0, poll_s=0.01)
+        conductor = Conductor(targets, BucketSnapshots(bucket, RUN), SystemClock(), limits)
+        rigs[1].engine.faults.flip_bit = True
+        operation = await conductor.submit("demo/1")
+        await until(lambda: conductor.get(operation.id).ended)
+        ended = conductor.get(operation.id)
+    assert ended.state is OperationState.PARTLY_FAILED
+    assert [part.stage for part in ended.replicas] == [
+        ReplicaStage.DONE,
+        ReplicaStage.FAILED,
+        ReplicaStage.UNKNOWN,
+    ]
+    assert [part.version for part in ended.replicas] == [1, 0, None]
+
+
+async def test_a_target_maps_what_a_replica_refuses_and_what_is_no_replica(
+    tmp_path: Path, session: aiohttp.ClientSession
+) -> None:
+    rig = Rig(tmp_path)
+    await rig.start()
+    async with served(gated(control_routes(rig.replica))) as base:
+        target = HttpTarget(ReplicaId("replica-0"), base, "c", session)
+        assert (await target.status()).version == 0
+        with pytest.raises(NotFoundError):
+            await target.set_target(Version(8))
+        with pytest.raises(AuthError):
+            await HttpTarget(ReplicaId("replica-0"), base, "wrong", session).status()
+        with pytest.raises(CorruptError, match="not 'other'"):
+            await HttpTarget(ReplicaId("other"), base, "c", session).status()
+    with pytest.raises(UnavailableError):
+        await target.status()
+    await rig.close()

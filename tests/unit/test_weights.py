@@ -1,0 +1,281 @@
+import json
+import struct
+import tracemalloc
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+from safetensors.torch import load as load_torch
+from safetensors.torch import save_file
+
+from slackwater.checkpoint.tensor import TILE_ELEMENTS, Bits, TensorSpec
+from slackwater.errors import CorruptError, InvalidInputError, NotFoundError
+from slackwater.weights.diff import diff, hash_source
+from slackwater.weights.image import take_image
+from slackwater.weights.shards import build_index, build_shard, cut_shards, read_slots
+from slackwater.weights.source import INDEX_FILE, FolderSource, ShardSource, side_files
+from slackwater.weights.state_dict import StateDictSource
+
+
+def bf16(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.bfloat16)
+
+
+def shard(header: object, data: bytes = b"") -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def span(dtype: str = "U8", shape: Any = (4,), begin: int = 0, end: int = 4) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+def folder(path: Path, tensors: Mapping[str, torch.Tensor]) -> Path:
+    path.mkdir(exist_ok=True)
+    save_file(dict(tensors), path / "model.safetensors")
+    (path / "config.json").write_text("{}")
+    return path
+
+
+def test_a_state_dict_gives_the_bits_that_torch_holds() -> None:
+    tensors = {
+        "nan": torch.tensor([0x7FC1, -32768], dtype=torch.int16).view(torch.bfloat16),
+        "scalar": torch.tensor(1.0),
+        "strided": torch.arange(6, dtype=torch.int32).reshape(2, 3).t(),
+        "flags": torch.tensor([True, False]),
+        "fp8": torch.tensor([1.0, -2.0]).to(torch.float8_e4m3fn),
+        "none": torch.empty(0, 3),
+    }
+    source = StateDictSource(tensors)
+    assert list(source.specs()) == sorted(tensors)
+    assert source.bits("nan").tolist() == [0x7FC1, 0x8000]
+    assert source.bits("scalar").tolist() == [0x3F800000]
+    assert source.bits("strided").tolist() == [0, 3, 1, 4, 2, 5]
+    assert source.bits("flags").tolist() == [1, 0]
+    assert source.bits("none").size == 0
+    assert source.specs()["fp8"] == TensorSpec(name="fp8", dtype="F8_E4M3", shape=(2,))
+    with pytest.raises(NotFoundError, match="missing"):
+        source.bits("missing")
+    with pytest.raises(InvalidInputError, match=r"z: torch\.complex64"):
+        StateDictSource({"z": torch.zeros(1, dtype=torch.complex64)})
+
+
+def test_a1_03_a_tied_head_is_left_out_and_an_untied_one_is_not() -> None:
+    weight = torch.zeros(4, 2)
+    tied = {"model.embed_tokens.weight": weight, "lm_head.weight": weight}
+    assert list(StateDictSource(tied).specs()) == ["model.embed_tokens.weight"]
+    untied = {**tied, "lm_head.weight": weight.clone()}
+    assert list(StateDictSource(untied).specs()) == ["lm_head.weight", "model.embed_tokens.weight"]
+
+
+def test_a_folder_gives_the_bits_of_its_files_and_where_they_lie(tmp_path: Path) -> None:
+    folder(tmp_path, {"b": bf16(1, 2), "a": bf16(3)})
+    for name in ("chat_template.jinja", "tokenizer.json", "notes.bin", ".hidden.json"):
+        (tmp_path / name).write_text("x")
+    source = FolderSource(tmp_path)
+    assert list(source.specs()) == ["a", "b"]
+    assert source.bits("b").tolist() == [0x3F80, 0x4000]
+    assert list(source.files) == ["chat_template.jinja", "config.json", "tokenizer.json"]
+    file, offset = source.place("b")
+    assert (tmp_path / file).read_bytes()[offset : offset + 4] == source.bits("b").tobytes()
+    with pytest.raises(NotFoundError, match="no tensor c"):
+        source.place("c")
+
+
+def test_a_sharded_folder_follows_its_index(tmp_path: Path) -> None:
+    save_file({"a": bf16(1)}, tmp_path / "one.safetensors")
+    save_file({"b": bf16(2)}, tmp_path / "two.safetensors")
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}))
+    source = FolderSource(tmp_path)
+    assert (list(source.specs()), list(source.shards)) == (["a", "b"], ["one.safetensors", "two.safetensors"])
+    assert INDEX_FILE in source.files
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "error", "message"),
+    [
+        ({"a": "one.safetensors", "b": "one.safetensors"}, InvalidInputError, "names b in one.safetensors"),
+        ({"a": "gone.safetensors"}, InvalidInputError, "names gone.safetensors"),
+        ({"a": "../one.safetensors"}, CorruptError, "weight_map"),
+        ({}, InvalidInputError, "without safetensors"),
+    ],
+)
+def test_a1_10_an_index_that_does_not_match_is_refused_by_name(
+    tmp_path: Path, weight_map: dict[str, str], error: type[Exception], message: str
+) -> None:
+    save_file({"a": bf16(1)}, tmp_path / "one.safetensors")
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(error, match=message):
+        FolderSource(tmp_path)
+
+
+def test_a_tensor_outside_the_index_is_refused_by_name(tmp_path: Path) -> None:
+    save_file({"a": bf16(1), "z": bf16(1)}, tmp_path / "one.safetensors")
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": "one.safetensors"}}))
+    with pytest.raises(InvalidInputError, match="doesn't name z"):
+        FolderSource(tmp_path)
+
+
+def test_the_same_tensor_in_two_files_is_refused() -> None:
+    one = bytearray(safetensors.numpy.save({"a": np.zeros(1, np.uint8)}))
+    with pytest.raises(CorruptError, match=r"a is both in x\.safetensors and in y\.safetensors"):
+        ShardSource({"x.safetensors": one, "y.safetensors": one})
+
+
+@pytest.mark.parametrize("file", ["pytorch_model.bin", "model.pt", "weights.pkl"])
+def test_a8_06_pickled_weights_are_never_opened(tmp_path: Path, file: str) -> None:
+    (tmp_path / file).write_bytes(b"cos\nsystem\n(S'touch canary'\ntR.")
+    with pytest.raises(InvalidInputError, match="a folder without safetensors") as caught:
+        FolderSource(tmp_path)
+    assert "never read" in caught.value.hint
+
+
+def test_a_folder_that_is_none_is_told(tmp_path: Path) -> None:
+    for reader in (FolderSource, side_files):
+        with pytest.raises(InvalidInputError, match="is no folder"):
+            reader(tmp_path / "missing")
+
+
+@pytest.mark.parametrize("cut", [1, 4096])
+def test_a1_18_a_short_shard_is_named(tmp_path: Path, cut: int) -> None:
+    folder(tmp_path, {"a": torch.zeros(4096, dtype=torch.bfloat16)})
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-cut])
+    with pytest.raises(CorruptError, match=rf"model\.safetensors: it is cut: {cut} bytes of a"):
+        FolderSource(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"1234567",
+        struct.pack("<Q", 2**64 - 1) + b"{}",
+        struct.pack("<Q", 3) + b"{}",
+        shard(b"[]"),
+        shard(b"{"),
+        shard(b"{" + b'"a":{' * 50_000),
+        shard({"a": span(end=5)}, b"1234"),
+        shard({"a": span(end=3)}, b"1234"),
+        shard({"a": span(begin=4, end=0)}, b"1234"),
+        shard({"a": span(begin=-1, end=3)}, b"1234"),
+        shard({"a": span(shape=(2,), begin=2)}, b"1234"),
+        shard({"a": span(), "b": span(begin=2, end=6)}, b"123456"),
+        shard({"a": span(), "b": span(begin=5, end=9)}, b"123456789"),
+        shard({"a": span()}, b"12345"),
+        shard({"a": span(shape=(2**62, 2**62))}, b"1234"),
+        shard({"a": span(shape=(2**64,))}, b"1234"),
+        shard({"a": span(shape=(-4,))}, b"1234"),
+        shard({"a": span(dtype="U9")}, b"1234"),
+        shard({"a": {**span(), "more": 1}}, b"1234"),
+        shard({"a": span(shape=[1] * 50_000)}, b"1"),
+    ],
+)
+def test_a8_07_a_hostile_header_is_refused_cheaply(body: bytes) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(CorruptError, match=r"^bad\.safetensors: "):
+            read_slots("bad.safetensors", body)
+        assert tracemalloc.get_traced_memory()[1] < 8 * 1024 * 1024
+    finally:
+        tracemalloc.stop()
+
+
+def test_an_empty_file_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(CorruptError, match=r"model\.safetensors: the file is empty"):
+        FolderSource(tmp_path)
+
+
+def test_what_we_write_is_read_by_safetensors_and_by_us() -> None:
+    tensors = {
+        "z.weight": bf16(1, -0.0),
+        "a.weight": torch.ones(3, 5),
+        "e": torch.empty(0, 2),
+        "s": torch.tensor(7),
+    }
+    source = StateDictSource(tensors)
+    (plan,) = cut_shards(list(source.specs().values()))
+    body = build_shard(plan, source)
+    loaded = load_torch(bytes(body))
+    assert loaded.keys() == tensors.keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+    again = ShardSource({plan.file: body})
+    assert again.specs() == source.specs()
+    assert all((again.bits(name) == source.bits(name)).all() for name in tensors)
+
+
+def test_a_model_beyond_the_limit_is_cut_into_shards_with_an_index() -> None:
+    specs = [
+        TensorSpec(name=name, dtype="U8", shape=(size,)) for name, size in (("a", 4), ("b", 4), ("c", 9), ("d", 1))
+    ]
+    plan = cut_shards(specs, 8)
+    assert [[spec.name for spec in item.specs] for item in plan] == [["a", "b"], ["c"], ["d"]]
+    assert plan[2].file == "model-00003-of-00003.safetensors"
+    index = json.loads(build_index(plan))
+    assert index["weight_map"]["c"] == "model-00002-of-00003.safetensors"
+    assert index["metadata"]["total_size"] == 18
+
+
+def test_an_image_of_a_folder_keeps_its_files_byte_for_byte(tmp_path: Path) -> None:
+    folder(tmp_path, {"a": bf16(1)})
+    (tmp_path / "chat_template.jinja").write_bytes(b"{{ x }}\r\n")
+    image = take_image(FolderSource(tmp_path), None)
+    assert {name: bytes(body) for name, body in image.files.items()} == {
+        name: (tmp_path / name).read_bytes() for name in ("model.safetensors", "config.json", "chat_template.jinja")
+    }
+
+
+def test_an_image_of_a_state_dict_takes_the_folders_other_files(tmp_path: Path) -> None:
+    folder(tmp_path, {"old": bf16(1)})
+    image = take_image(StateDictSource({"new": bf16(2)}), tmp_path)
+    assert sorted(image.files) == ["config.json", "model.safetensors"]
+    assert list(image.specs()) == ["new"]
+
+
+def test_an_image_without_a_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="config and a tokenizer"):
+        take_image(StateDictSource({"a": bf16(1)}), None)
+    with pytest.raises(InvalidInputError, match=r"config\.json"):
+        take_image(StateDictSource({"a": bf16(1)}), tmp_path)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_diff_lists_every_tile_in_order_whatever_the_threads(threads: int) -> None:
+    old = {
+        "a": torch.zeros(3, TILE_ELEMENTS // 2, dtype=torch.uint8),
+        "b": torch.zeros(2, dtype=torch.bfloat16),
+    }
+    new = {name: tensor.clone() for name, tensor in old.items()}
+    new["a"][2, 5] = 9
+    baseline = {name: StateDictSource(old).bits(name) for name in old}
+    found = list(diff(StateDictSource(new), baseline, threads=threads))
+    assert [(item.name, item.tile.index, item.encoded is not None) for item in found] == [
+        ("a", 0, False),
+        ("a", 1, True),
+        ("b", 0, False),
+    ]
+    table = hash_source(StateDictSource(new), threads=threads)
+    assert [item.post for item in found] == [table.tile("a", 0), table.tile("a", 1), table.tile("b", 0)]
+
+
+class _Broken:
+    """A source whose third tensor can't be read."""
+
+    def specs(self) -> Mapping[str, TensorSpec]:
+        return {name: TensorSpec(name=name, dtype="U8", shape=(1,)) for name in "abcdef"}
+
+    def bits(self, name: str) -> Bits:
+        if name == "c":
+            raise InvalidInputError("c is away")
+        return np.zeros(1, np.uint8)
+
+
+def test_a_failing_source_ends_the_diff_with_its_own_error() -> None:
+    baseline = {name: np.zeros(1, np.uint8) for name in "abcdef"}
+    with pytest.raises(InvalidInputError, match="c is away"):
+        list(diff(_Broken(), baseline, threads=2))
