@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import openai
 import pytest
@@ -29,8 +28,7 @@ def rows_for(text: str) -> list[list[float]]:
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
-    folder: Path = tmp_path_factory.mktemp("tokenizer")
-    return ChatTokenizer(write_tiny_tokenizer(folder))
+    return ChatTokenizer(write_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer")))
 
 
 @pytest.fixture
@@ -48,11 +46,6 @@ async def server(completer: TableCompleter, tokenizer: ChatTokenizer) -> AsyncIt
 async def client(server: Loopback) -> AsyncIterator[AsyncOpenAI]:
     async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key=KEYS.inference, max_retries=0) as made:
         yield made
-
-
-async def until_idle(completer: TableCompleter) -> None:
-    while completer.active:
-        await asyncio.sleep(0)
 
 
 async def test_a_whole_chat_reply(client: AsyncOpenAI) -> None:
@@ -159,9 +152,13 @@ async def test_an_error_within_a_stream_reaches_the_client(client: AsyncOpenAI, 
     completer.fail_after(4, ReplicaLostError("the replica is gone"))
     stream = await client.completions.create(model=MODEL, prompt="x", temperature=0, stream=True)
     shown: list[str] = []
-    with pytest.raises(openai.APIError, match="the replica is gone"):
+
+    async def read() -> None:
         async for chunk in stream:
             shown.extend(choice.text for choice in chunk.choices)
+
+    with pytest.raises(openai.APIError, match="the replica is gone"):
+        await read()
     assert "".join(shown) == "Hi "
     assert completer.active == 0
 
@@ -187,12 +184,11 @@ async def test_a5_05_clients_that_leave_free_their_answers(
         await client.completions.create(model=MODEL, prompt="x", n=2, stream=streamed)
 
     asks = [asyncio.create_task(ask()) for _ in range(10)]
-    while completer.active < 20:
-        await asyncio.sleep(0)
+    await completer.until_active(20)
     for task in asks:
         task.cancel()
     await asyncio.gather(*asks, return_exceptions=True)
-    await asyncio.wait_for(until_idle(completer), 2)
+    await asyncio.wait_for(completer.until_active(0), 2)
 
 
 async def test_a5_05_leaving_in_mid_stream_frees_the_answer(client: AsyncOpenAI, completer: TableCompleter) -> None:
@@ -203,4 +199,4 @@ async def test_a5_05_leaving_in_mid_stream_frees_the_answer(client: AsyncOpenAI,
     async for _ in stream:
         break
     await stream.close()
-    await asyncio.wait_for(until_idle(completer), 2)
+    await asyncio.wait_for(completer.until_active(0), 2)

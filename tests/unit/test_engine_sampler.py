@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slackwater.engine.torch.sampler import Ask, Drawn, sample, uniform
+from slackwater.engine.torch.sampler import Ask, Drawn, _support, sample, uniform
 from slackwater.rollout.request import SamplingSpec
 
 LOGITS = torch.tensor([1.0, 0.0, -1.0, -2.0])
@@ -141,3 +141,13 @@ def test_what_is_drawn_is_scored_alike_when_forced(asked: Ask, seed: int) -> Non
     drawn = one(logits, asked)
     assert drawn.logprob > -math.inf
     assert one(logits, replace(asked, forced=drawn.token_id, seed=5)) == drawn
+
+
+@pytest.mark.parametrize(("scale", "top_k"), [(0.01, 0), (3.0, 0), (0.01, 1500), (0.5, 7)])
+def test_a_support_of_any_width_is_that_of_the_full_sort(scale: float, top_k: int) -> None:
+    scaled = (torch.randn(3000, generator=torch.Generator().manual_seed(3)) * scale).bfloat16().float()
+    values, ids = scaled.sort(descending=True, stable=True)
+    weights = values[: top_k or None].double().exp()
+    wanted = ids[: top_k or None][weights.cumsum(0) - weights < 0.9 * weights.sum()]
+    spec = SamplingSpec(max_tokens=1, top_p=0.9, top_k=top_k)
+    assert torch.equal(_support(scaled, spec), wanted)

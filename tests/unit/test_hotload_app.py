@@ -1,21 +1,13 @@
-import asyncio
-import socket
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import aiohttp
-import httpx
 import pytest
-import uvicorn
 from hotload_rig import Fleet
+from http_rig import CONTROL, Client, gated, served, silent
 from replica_rig import RUN, Rig, until
-from starlette.applications import Starlette
-from starlette.middleware import Middleware
-from starlette.routing import Route
 
-from slackwater.api.auth import KeyGate, Keys
-from slackwater.api.respond import HANDLERS
 from slackwater.clock import SystemClock
 from slackwater.errors import AuthError, CorruptError, NotFoundError, UnavailableError
 from slackwater.hotload.app import hotload_routes
@@ -26,41 +18,6 @@ from slackwater.hotload.snapshots import BucketSnapshots
 from slackwater.ids import ReplicaId, Version
 from slackwater.replica.app import control_routes
 from slackwater.testing.bucket import MemoryBucket
-
-KEYS = Keys(inference="i", control="c")
-CONTROL = {"Authorization": "Bearer c"}
-
-
-def gated(routes: list[Route]) -> Starlette:
-    return Starlette(routes=routes, middleware=[Middleware(KeyGate, KEYS)], exception_handlers=HANDLERS)
-
-
-@asynccontextmanager
-async def served(app: Starlette) -> AsyncIterator[str]:
-    """The app on a free loopback port."""
-    taken = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
-    serving = asyncio.create_task(server.serve(sockets=[taken]))
-    await until(lambda: server.started)
-    try:
-        yield f"http://127.0.0.1:{taken.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        await serving
-        taken.close()
-
-
-@asynccontextmanager
-async def silent() -> AsyncIterator[str]:
-    """A port that accepts and never answers."""
-
-    async def swallow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read()
-        writer.close()
-
-    server = await asyncio.start_server(swallow, "127.0.0.1", 0)
-    async with server:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
 @pytest.fixture
@@ -75,29 +32,28 @@ def fleet() -> Fleet:
 
 
 @pytest.fixture
-async def front(fleet: Fleet) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(app=gated(hotload_routes(fleet.conductor)))
-    async with httpx.AsyncClient(transport=transport, base_url="http://control", headers=CONTROL) as made:
-        yield made
+async def front(fleet: Fleet, session: aiohttp.ClientSession) -> AsyncIterator[Client]:
+    async with served(gated(hotload_routes(fleet.conductor))) as base:
+        yield Client(session, base, CONTROL)
     await fleet.conductor.close()
 
 
-async def test_a_hot_load_is_accepted_watched_listed_and_cancelled(fleet: Fleet, front: httpx.AsyncClient) -> None:
-    accepted = await front.post("/v1/hot-loads", json={"snapshot": "demo/7"}, headers={"Idempotency-Key": "k"})
-    assert accepted.status_code == 202
+async def test_a_hot_load_is_accepted_watched_listed_and_cancelled(fleet: Fleet, front: Client) -> None:
+    accepted = await front.post("/v1/hot-loads", {"snapshot": "demo/7"}, headers={"Idempotency-Key": "k"})
+    assert accepted.status == 202
     name = accepted.json()["id"]
     await fleet.polls()
     seen = (await front.get(f"/v1/hot-loads/{name}")).json()
     assert (seen["snapshot"], seen["state"], seen["idempotency_key"]) == ("demo/7", "running", "k")
     assert [part["stage"] for part in seen["replicas"]] == ["under_way"] * 3
     cancelled = await front.post(f"/v1/hot-loads/{name}/cancel")
-    assert (cancelled.status_code, cancelled.json()["state"]) == (200, "cancelled")
-    again = await front.post("/v1/hot-loads", json={"snapshot": "demo/7"}, headers={"Idempotency-Key": "k"})
-    assert (again.status_code, again.json()["id"]) == (200, name)
+    assert (cancelled.status, cancelled.json()["state"]) == (200, "cancelled")
+    again = await front.post("/v1/hot-loads", {"snapshot": "demo/7"}, headers={"Idempotency-Key": "k"})
+    assert (again.status, again.json()["id"]) == (200, name)
     assert [item["id"] for item in (await front.get("/v1/hot-loads")).json()["hot_loads"]] == [name]
 
 
-async def test_snapshots_and_fleet_are_listed(fleet: Fleet, front: httpx.AsyncClient) -> None:
+async def test_snapshots_and_fleet_are_listed(fleet: Fleet, front: Client) -> None:
     fleet.targets[1].error = UnavailableError("replica r1 did not answer within 5 s")
     chain = (await front.get("/v1/snapshots")).json()["snapshots"]
     members = (await front.get("/v1/fleet")).json()["replicas"]
@@ -107,7 +63,7 @@ async def test_snapshots_and_fleet_are_listed(fleet: Fleet, front: httpx.AsyncCl
     assert members[1]["error"]["kind"] == "unavailable"
 
 
-async def test_following_is_a_standing_order(fleet: Fleet, front: httpx.AsyncClient) -> None:
+async def test_following_is_a_standing_order(fleet: Fleet, front: Client) -> None:
     reply = (await front.post("/v1/follow")).json()
     assert reply["mode"] == "follow"
     assert [target.goals for target in fleet.targets] == [["head"]] * 3
@@ -126,23 +82,23 @@ async def test_following_is_a_standing_order(fleet: Fleet, front: httpx.AsyncCli
     ],
 )
 async def test_a8_04_bad_snapshots_are_refused_and_nobody_is_told(
-    fleet: Fleet, front: httpx.AsyncClient, body: bytes, status: int
+    fleet: Fleet, front: Client, body: bytes, status: int
 ) -> None:
-    reply = await front.post("/v1/hot-loads", content=body)
-    assert reply.status_code == status
+    reply = await front.post("/v1/hot-loads", body)
+    assert reply.status == status
     assert all(not target.goals for target in fleet.targets)
 
 
-async def test_every_path_needs_the_control_key(front: httpx.AsyncClient) -> None:
+async def test_every_path_needs_the_control_key(front: Client) -> None:
     for path in ("/v1/hot-loads", "/v1/snapshots", "/v1/fleet", "/v1/hot-loads/x"):
-        assert (await front.get(path, headers={"Authorization": ""})).status_code == 401
-        assert (await front.get(path, headers={"Authorization": "Bearer i"})).status_code == 403
+        assert (await front.get(path, headers={"Authorization": ""})).status == 401
+        assert (await front.get(path, headers={"Authorization": "Bearer i"})).status == 403
 
 
-async def test_a_long_or_empty_idempotency_key_is_refused(front: httpx.AsyncClient) -> None:
+async def test_a_long_or_empty_idempotency_key_is_refused(front: Client) -> None:
     for key in ("", "k" * 201):
-        reply = await front.post("/v1/hot-loads", json={"snapshot": "demo/7"}, headers={"Idempotency-Key": key})
-        assert reply.status_code == 400
+        reply = await front.post("/v1/hot-loads", {"snapshot": "demo/7"}, headers={"Idempotency-Key": key})
+        assert reply.status == 400
 
 
 async def test_a1_12_a_fleet_over_http_ends_with_a_state_for_each_replica(

@@ -2,19 +2,13 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import httpx
+import aiohttp
 import pytest
+from http_rig import CONTROL, Client, gated, served
 from replica_rig import Rig
-from starlette.applications import Starlette
-from starlette.middleware import Middleware
 
-from slackwater.api.auth import KeyGate, Keys
-from slackwater.api.respond import HANDLERS
 from slackwater.ids import Version
 from slackwater.replica.app import control_routes
-
-KEYS = Keys(inference="i", control="c")
-CONTROL = {"Authorization": "Bearer c"}
 
 
 @pytest.fixture
@@ -25,15 +19,12 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
 
 
 @pytest.fixture
-async def client(rig: Rig) -> AsyncIterator[httpx.AsyncClient]:
-    gate = Middleware(KeyGate, KEYS)
-    app = Starlette(routes=control_routes(rig.replica), middleware=[gate], exception_handlers=HANDLERS)
-    transport = httpx.ASGITransport(app=app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://replica") as made:
-        yield made
+async def client(rig: Rig) -> AsyncIterator[Client]:
+    async with served(gated(control_routes(rig.replica))) as base, aiohttp.ClientSession() as session:
+        yield Client(session, base)
 
 
-async def test_health_is_open_and_follows_the_state(rig: Rig, client: httpx.AsyncClient) -> None:
+async def test_health_is_open_and_follows_the_state(rig: Rig, client: Client) -> None:
     before = (await client.get("/health")).json()
     await rig.start(versions=3)
     after = (await client.get("/health")).json()
@@ -49,26 +40,26 @@ async def test_health_is_open_and_follows_the_state(rig: Rig, client: httpx.Asyn
     }
 
 
-async def test_control_needs_the_control_key(rig: Rig, client: httpx.AsyncClient) -> None:
+async def test_control_needs_the_control_key(rig: Rig, client: Client) -> None:
     await rig.start()
     for method, path in [("GET", "status"), ("POST", "target"), ("POST", "rollback"), ("GET", "weights")]:
-        bare = await client.request(method, f"/control/v1/{path}")
-        wrong = await client.request(method, f"/control/v1/{path}", headers={"Authorization": "Bearer i"})
-        assert (bare.status_code, wrong.status_code) == (401, 403)
+        bare = await client.call(method, f"/control/v1/{path}")
+        wrong = await client.call(method, f"/control/v1/{path}", headers={"Authorization": "Bearer i"})
+        assert (bare.status, wrong.status) == (401, 403)
 
 
-async def test_a_target_is_taken_twice_and_reached_once(rig: Rig, client: httpx.AsyncClient) -> None:
+async def test_a_target_is_taken_twice_and_reached_once(rig: Rig, client: Client) -> None:
     await rig.start()
     rig.publish(2)
     for _ in range(2):
-        reply = await client.post("/control/v1/target", json={"version": 2}, headers=CONTROL)
-        assert reply.status_code == 200
+        reply = await client.post("/control/v1/target", {"version": 2}, headers=CONTROL)
+        assert reply.status == 200
         assert reply.json()["target"] == 2
     await rig.replica.settled()
     status = (await client.get("/control/v1/status", headers=CONTROL)).json()
     assert (status["version"], status["mode"], status["stage"]) == (2, "manual", "idle")
     assert [swap["version"] for swap in status["swaps"]] == [1, 2]
-    head = await client.post("/control/v1/target", json={"version": "head"}, headers=CONTROL)
+    head = await client.post("/control/v1/target", {"version": "head"}, headers=CONTROL)
     assert head.json()["mode"] == "follow"
 
 
@@ -77,40 +68,36 @@ async def test_a_target_is_taken_twice_and_reached_once(rig: Rig, client: httpx.
     [b"", b"[]", b'{"version": -1}', b'{"version": "tail"}', b'{"version": 1.5}', b'{"version": true}',
      b'{"version": 99999999999999999999}', b'{"version": 1, "x": 2}', b'{"snapshot": "../x"}', b"\xff"],
 )  # fmt: skip
-async def test_a8_04_a_target_that_is_none_is_a_bad_request(
-    rig: Rig, client: httpx.AsyncClient, body: bytes
-) -> None:
+async def test_a8_04_a_target_that_is_none_is_a_bad_request(rig: Rig, client: Client, body: bytes) -> None:
     await rig.start()
-    reply = await client.post("/control/v1/target", content=body, headers=CONTROL)
-    assert reply.status_code == 400
+    reply = await client.post("/control/v1/target", body, headers=CONTROL)
+    assert reply.status == 400
     assert reply.json()["error"]["type"] == "invalid_input"
     assert rig.replica.status().target == 0
 
 
-async def test_an_unknown_version_is_not_found(rig: Rig, client: httpx.AsyncClient) -> None:
+async def test_an_unknown_version_is_not_found(rig: Rig, client: Client) -> None:
     await rig.start()
-    reply = await client.post("/control/v1/target", json={"version": 5}, headers=CONTROL)
-    assert reply.status_code == 404
+    reply = await client.post("/control/v1/target", {"version": 5}, headers=CONTROL)
+    assert reply.status == 404
 
 
-async def test_a2_16_a_target_in_another_state_is_a_conflict_that_names_it(
-    rig: Rig, client: httpx.AsyncClient
-) -> None:
+async def test_a2_16_a_target_in_another_state_is_a_conflict_that_names_it(rig: Rig, client: Client) -> None:
     starting = asyncio.create_task(rig.replica.start())
-    early = await client.post("/control/v1/target", json={"version": 0}, headers=CONTROL)
+    early = await client.post("/control/v1/target", {"version": 0}, headers=CONTROL)
     rig.publish()
     await rig.clock.parked()
     await rig.clock.advance(1.0)
     await starting
     await rig.replica.close()
-    late = await client.post("/control/v1/target", json={"version": 0}, headers=CONTROL)
-    assert (early.status_code, late.status_code) == (409, 409)
+    late = await client.post("/control/v1/target", {"version": 0}, headers=CONTROL)
+    assert (early.status, late.status) == (409, 409)
     assert "starting" in early.json()["error"]["message"]
     assert "closed" in late.json()["error"]["message"]
 
 
 async def test_weights_are_digested_from_memory_and_a_roll_back_answers_when_it_is_done(
-    rig: Rig, client: httpx.AsyncClient
+    rig: Rig, client: Client
 ) -> None:
     await rig.start(versions=2)
     weights = (await client.get("/control/v1/weights", headers=CONTROL)).json()
@@ -118,4 +105,4 @@ async def test_weights_are_digested_from_memory_and_a_roll_back_answers_when_it_
     back = (await client.post("/control/v1/rollback", headers=CONTROL)).json()
     assert (back["version"], back["mode"]) == (0, "manual")
     again = await client.post("/control/v1/rollback", headers=CONTROL)
-    assert again.status_code == 409
+    assert again.status == 409

@@ -6,10 +6,12 @@ import pytest
 from replica_rig import SPECS, request, until, weights_at
 
 from slackwater.checkpoint.tensor import Tile, TileWrite, tiles
+from slackwater.engine.base import Engine
 from slackwater.errors import InvalidInputError, NotFoundError, PolicyUnmetError, SwapError, UnavailableError
 from slackwater.ids import Version
 from slackwater.rollout.evidence import Finish
 from slackwater.rollout.request import PolicyConstraint
+from slackwater.testing.conformance_engine import FIRST, EngineTests, OpenEngine
 from slackwater.testing.engine import TableEngine, stamp_tokens, weights_stamp
 
 
@@ -141,3 +143,14 @@ async def test_a_closed_engine_ends_its_answers_and_refuses(engine: TableEngine)
     assert [step async for step in answer] == []
     with pytest.raises(UnavailableError):
         await engine.generate(request(1))
+
+
+class TestTheWholeContract(EngineTests):
+    """The fake keeps every promise that real engines keep."""
+
+    @pytest.fixture
+    def open_engine(self) -> OpenEngine:
+        async def opened() -> Engine:
+            return TableEngine(weights_at(0), SPECS, FIRST, slots=16, window=512)
+
+        return opened

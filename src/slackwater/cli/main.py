@@ -58,8 +58,8 @@ def replica(
     supervised: Supervised = False,
 ) -> None:
     """Serve one replica that follows the run's head. Keys come from the environment."""
-    from slackwater.cli.replica import run_replica  # noqa: PLC0415
     from slackwater.cli.keys import keys_from  # noqa: PLC0415
+    from slackwater.cli.replica import run_replica  # noqa: PLC0415
     from slackwater.cli.serve import end_with_parent  # noqa: PLC0415
 
     log.configure(name)

@@ -81,7 +81,8 @@ async def _announce(server: uvicorn.Server, taken: socket.socket) -> None:
 @contextlib.contextmanager
 def end_with_parent(*, supervised: bool) -> Iterator[None]:
     """Where ``supervised``, turn the end of standard input, which a parent holds open, into SIGTERM for this process:
-    so no child outlives its parent, however that one ends."""
+    so no child outlives its parent, however that one ends.
+    """
     if supervised:
         threading.Thread(target=_wait_for_end_of_input, name="parent-watch", daemon=True).start()
     yield

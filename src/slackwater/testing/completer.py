@@ -55,6 +55,7 @@ class TableCompleter:
         self._window = window
         self._name = (ReplicaId(replica), BootId(boot), RunId(run))
         self._open = asyncio.Event()
+        self._changed = asyncio.Event()
         self._open.set()
         self._held_from = 0
         self._aborts = 0
@@ -92,8 +93,19 @@ class TableCompleter:
                 "prompt_ids doesn't fit this model", hint=f"window {self._window}, {vocabulary} ids"
             )
         self.requests.append(request)
-        self.active += 1
+        self.count(1)
         return TableAnswer(self, request, self._name)
+
+    async def until_active(self, answers: int) -> None:
+        """Return once exactly so many answers are under way."""
+        while self.active != answers:
+            self._changed.clear()
+            await self._changed.wait()
+
+    def count(self, answers: int) -> None:
+        """An answer began, or one ended."""
+        self.active += answers
+        self._changed.set()
 
     @property
     def aborts(self) -> int:
@@ -151,8 +163,9 @@ class TableAnswer:
 
     def _end(self, finish: Finish) -> None:
         self.finish = self.finish or finish
-        self._owner.active -= self._held
-        self._held = False
+        if self._held:
+            self._held = False
+            self._owner.count(-1)
 
     def _step(self, position: int) -> TokenStep | None:
         request, owner = self._request, self._owner

@@ -1,8 +1,8 @@
 """The table engine: a whole `slackwater.engine.base.Engine` in numpy, with gates and faults.
 
-It is a *stamp model*: each token is a hash of the prompt, the seed, the tokens so far and the digest of the
-weights at every position, so a wrong bit, a stale KV or a wrong label changes what comes out.
-`stamp_tokens` says what must.
+It is a *stamp model*: each token is a hash of the prompt, the tokens so far, the digest of the weights at every
+position, and the seed, so a wrong bit, a stale KV or a wrong label changes what comes out. `stamp_tokens` says
+what must.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import count
 
 import numpy as np
 
@@ -45,21 +46,26 @@ def weights_stamp(weights: Mapping[str, Bits]) -> bytes:
 
 def stamp_tokens(prompt_ids: Sequence[int], stamps: Sequence[bytes], seed: int = 0) -> list[int]:
     """The tokens that a table engine must draw when ``stamps[i]`` are the weights that sample token ``i``."""
-    chain = _prompt_chain(prompt_ids, seed)
+    chain = _prompt_chain(prompt_ids)
     tokens: list[int] = []
     for stamp in stamps:
-        chain, token = _draw(chain, stamp)
-        tokens.append(token)
+        tokens.append(_draw(chain, stamp, seed))
+        chain = _extend(chain, stamp, tokens[-1])
     return tokens
 
 
-def _prompt_chain(prompt_ids: Sequence[int], seed: int) -> bytes:
-    return hashlib.sha256(f"{seed}:{','.join(map(str, prompt_ids))}".encode()).digest()
+def _prompt_chain(prompt_ids: Sequence[int]) -> bytes:
+    return hashlib.sha256(",".join(map(str, prompt_ids)).encode()).digest()
 
 
-def _draw(chain: bytes, stamp: bytes) -> tuple[bytes, int]:
-    chain = hashlib.sha256(chain + stamp).digest()
-    return chain, int.from_bytes(chain[:8], "little") % VOCAB_SIZE
+def _draw(chain: bytes, stamp: bytes, seed: int) -> int:
+    drawn = hashlib.sha256(chain + stamp + seed.to_bytes(8, "little")).digest()
+    return int.from_bytes(drawn[:8], "little") % VOCAB_SIZE
+
+
+def _extend(chain: bytes, stamp: bytes, token: int) -> bytes:
+    """The KV of one more position: everything before it, the weights that built it, and its token."""
+    return hashlib.sha256(chain + stamp + token.to_bytes(4, "little")).digest()
 
 
 @dataclass(eq=False)
@@ -68,6 +74,8 @@ class TableStaged:
 
     writes: tuple[TileWrite, ...]
     saved: tuple[Bits, ...]
+    generation: int
+    """How often weights had been exchanged when it was staged; on others it is refused."""
 
     @property
     def num_bytes(self) -> int:
@@ -133,7 +141,8 @@ class TableAnswer:
 
     async def __aiter__(self) -> AsyncIterator[TokenStep]:
         """See `Answer.__aiter__`."""
-        while (item := await self._run.steps.get()) is not None:
+        steps = self._run.steps
+        while not (self._run.ended and steps.empty()) and (item := await steps.get()) is not None:
             if isinstance(item, SlackwaterError):
                 raise item
             yield item
@@ -176,6 +185,9 @@ class TableEngine:
         self._runs: list[_Run] = []
         self._controls: deque[tuple[Callable[[], CommitReport], asyncio.Future[CommitReport]]] = deque()
         self._last: TableStaged | None = None
+        self._generation = 0
+        self._seeds = count(1)
+        self._cached: set[tuple[int, ...]] = set()
         self._steps_allowed: int | None = None
         self._wake = asyncio.Event()
         self._loop: asyncio.Task[None] | None = None
@@ -225,7 +237,8 @@ class TableEngine:
         """See `Engine.stats`."""
         live = sum(not run.ended for run in self._runs)
         active = min(live, self._slots)
-        return EngineStats(version=self._version, active=active, waiting=live - active)
+        failure = "the engine is closed" if self._closed else ""
+        return EngineStats(version=self._version, active=active, waiting=live - active, failure=failure)
 
     async def generate(self, request: CompletionRequest) -> Answer:
         """See `Engine.generate`."""
@@ -235,13 +248,13 @@ class TableEngine:
             raise InvalidInputError(f"the prompt has {len(request.prompt_ids)} tokens, the window {self._window}")
         if any(not 0 <= token < VOCAB_SIZE for token in (*request.prompt_ids, *request.forced_ids)):
             raise InvalidInputError(f"a token id is outside the vocabulary of {VOCAB_SIZE}")
-        seed = request.sampling.seed or 0
+        seed = next(self._seeds) if request.sampling.seed is None else request.sampling.seed
         wanted = len(request.forced_ids) or request.sampling.max_tokens
         run = _Run(
             request=request,
             origin=replace(self._origin, seed=seed),
             limit=min(wanted, room),
-            chain=_prompt_chain(request.prompt_ids, seed),
+            chain=_prompt_chain(request.prompt_ids),
         )
         self._runs.append(run)
         self._kick()
@@ -267,7 +280,8 @@ class TableEngine:
             raise fault
         for write in writes:
             self._check_write(write)
-        return TableStaged(writes=tuple(writes), saved=tuple(self._bits(write).copy() for write in writes))
+        saved = tuple(self._bits(write).copy() for write in writes)
+        return TableStaged(writes=tuple(writes), saved=saved, generation=self._generation)
 
     async def commit(self, staged: Staged, version: Version) -> CommitReport:
         """See `Engine.commit`."""
@@ -307,9 +321,11 @@ class TableEngine:
         spec = self._specs.get(write.name)
         if spec is None:
             raise NotFoundError(f"the engine holds no tensor {write.name!r}")
-        count = write.tile.count if write.positions is None else len(write.positions)
+        size = write.tile.count if write.positions is None else len(write.positions)
         inside = write.tile.start + write.tile.count <= spec.num_elements
-        if not inside or len(write.values) != count or write.values.dtype != spec.bits_dtype:
+        rising = write.positions is None or bool(np.all(write.positions[1:] > write.positions[:-1]))
+        sized = len(write.values) == size and write.values.dtype == spec.bits_dtype
+        if not (inside and rising and sized):
             raise InvalidInputError(f"a write does not fit {write.name!r}")
 
     def _bits(self, write: TileWrite) -> Bits:
@@ -325,6 +341,8 @@ class TableEngine:
     def _commit(self, staged: TableStaged, version: Version) -> CommitReport:
         fail_at, self.faults.commit_at_write = self.faults.commit_at_write, None
         flip, self.faults.flip_bit = self.faults.flip_bit, False
+        if staged.generation != self._generation:
+            raise SwapError("these writes were staged on other weights")
         for index, write in enumerate(staged.writes):
             if index == fail_at:
                 self._restore(staged)
@@ -358,6 +376,8 @@ class TableEngine:
         begun = time.perf_counter()
         self._version = version
         self._stamp = self.stamp
+        self._generation += 1
+        self._cached.clear()
         for run in self._runs:
             exact = run.request.policy.exact_version
             if run.made and exact is not None and exact != version:
@@ -376,8 +396,9 @@ class TableEngine:
 
     async def _serve(self) -> None:
         while True:
+            stepped = self._step()
             self._settle_controls()
-            if not self._step():
+            if not stepped:
                 self._wake.clear()
                 await self._wake.wait()
             await asyncio.sleep(0)
@@ -407,12 +428,15 @@ class TableEngine:
         request = run.request
         if not run.made:
             if not request.policy.admits(self._version):
-                run.end(None, PolicyUnmetError(f"the replica holds version {self._version}, not {request.policy}"))
+                held = self._version
+                message = f"the replica holds version {held}, not {request.policy}"
+                run.end(None, PolicyUnmetError(message, versions=(held,)))
                 return
-            run.origin = replace(run.origin, prompt_version=self._version)
-        run.chain, token = _draw(run.chain, self._stamp)
+            run.origin = self._prefilled(run)
+        token = _draw(run.chain, self._stamp, run.origin.seed)
         if request.forced_ids:
             token = request.forced_ids[run.made]
+        run.chain = _extend(run.chain, self._stamp, token)
         run.made += 1
         logprob = 0.0 if request.sampling.temperature == 0 else -1.0 - run.chain[8] / 256
         finish = _finish(run, token)
@@ -430,6 +454,12 @@ class TableEngine:
         if finish is not None:
             run.finish = finish
             run.ended = True
+
+    def _prefilled(self, run: _Run) -> Origin:
+        prompt = run.request.prompt_ids
+        cached = len(prompt) if prompt in self._cached else 0
+        self._cached.add(prompt)
+        return replace(run.origin, prompt_version=self._version, cached_tokens=cached)
 
 
 def _finish(run: _Run, token: int) -> Finish | None:

@@ -69,6 +69,7 @@ def mislabelled(reported: Sequence[float], recomputed: Sequence[float], limit: f
 
 def touching(answers: Iterable[LabelledAnswer], version: Version) -> list[LabelledAnswer]:
     """The answers with tokens of ``version``: those that began earlier first, then those that end in it, then those
-    that go on. So what must stay resident over the next swap comes last."""
+    that go on. So what must stay resident over the next swap comes last.
+    """
     found = [answer for answer in answers if answer.span_of(version)]
     return sorted(found, key=lambda answer: (answer.policy[0].version == version, answer.policy[-1].version > version))

@@ -111,7 +111,8 @@ def assemble(settings: DemoSettings) -> Cast:
 
 def thread_environment(threads: int) -> dict[str, str]:
     """Give a process its share of cores, and let idle threads sleep: two processes whose idle threads spin on the
-    same cores slow each other down tenfold."""
+    same cores slow each other down tenfold.
+    """
     return {
         "OMP_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",

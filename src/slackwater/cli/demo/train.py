@@ -85,8 +85,7 @@ def _published(item: Published) -> PublishedEvent:
 
 
 def _on_step(report: StepReport, record: TextIO) -> None:
-    for line in _records(report):
-        record.write(encode(line) + "\n")
+    record.writelines(encode(line) + "\n" for line in _records(report))
     record.flush()
     tell(
         StepEvent(

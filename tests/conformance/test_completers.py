@@ -1,0 +1,153 @@
+"""Every Completer keeps the same contract: the table itself, and a router over real replicas on loopback."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+
+import pytest
+
+from slackwater.api.app import create_app
+from slackwater.api.auth import Keys
+from slackwater.api.respond import json_reply
+from slackwater.api.tokens import ChatTokenizer
+from slackwater.errors import ReplicaLostError, SlackwaterError
+from slackwater.ids import ReplicaId
+from slackwater.rollout.request import SamplingSpec
+from slackwater.router.policy import Health
+from slackwater.router.remote import RemoteReplica
+from slackwater.router.router import Router
+from slackwater.testing.completer import TableCompleter
+from slackwater.testing.conformance_completer import REQUEST, CompleterTests, answer
+from slackwater.testing.loopback import Loopback
+from slackwater.testing.tiny_model import write_tiny_tokenizer
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+KEYS = Keys(inference="inference-key", control="control-key")
+ROWS = [[((token * 7 + position * 3) % 11) / 4 for token in range(12)] for position in range(5)]
+A, B = ReplicaId("a"), ReplicaId("b")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
+    return ChatTokenizer(write_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Served:
+    """One replica of the fleet."""
+
+    completer: TableCompleter
+    server: Loopback
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fleet:
+    """Two replicas behind a router."""
+
+    router: Router
+    a: Served
+    b: Served
+
+
+def replica_app(completer: TableCompleter, tokenizer: ChatTokenizer) -> Loopback:
+    async def health(request: Request) -> Response:
+        del request
+        return json_reply(
+            {"status": "serving", "version": completer.versions[-1], "window": completer.window(), "boot_id": "x"}
+        )
+
+    routes = [Route("/health", health)]
+    return Loopback(create_app(completer, tokenizer, KEYS, model_name="m", extra_routes=routes))
+
+
+@pytest.fixture
+async def fleet(tokenizer: ChatTokenizer) -> AsyncIterator[Fleet]:
+    async with AsyncExitStack() as stack:
+        served: list[Served] = []
+        for name in (A, B):
+            completer = TableCompleter(ROWS, window=64, replica=name)
+            server = await stack.enter_async_context(replica_app(completer, tokenizer))
+            served.append(Served(completer=completer, server=server))
+        a, b = served
+        remotes = {
+            name: RemoteReplica(one.server.url, KEYS.inference)
+            for name, one in zip((A, B), served, strict=True)
+        }
+        router = await stack.enter_async_context(Router(remotes, probe_interval_s=0.05))
+        yield Fleet(router=router, a=a, b=b)
+
+
+class TestTableCompleter(CompleterTests):
+    @pytest.fixture
+    async def completer(self) -> TableCompleter:
+        return TableCompleter(ROWS, window=64)
+
+
+class TestRouterOverLoopback(CompleterTests):
+    @pytest.fixture
+    async def completer(self, fleet: Fleet) -> Router:
+        return fleet.router
+
+
+async def test_nothing_is_lost_on_the_way(fleet: Fleet) -> None:
+    forced = replace(REQUEST, forced_ids=(1, 11), sampling=replace(REQUEST.sampling, top_k=2))
+    for request in (REQUEST, forced):
+        there, here = await answer(fleet.router, request), await answer(fleet.a.completer, request)
+        assert there.steps == here.steps
+        assert replace(there.origin, replica=A) == replace(here.origin, replica=A)
+
+
+async def test_a5_05_closing_a_remote_answer_frees_the_replica(fleet: Fleet) -> None:
+    fleet.a.completer.hold(position=1)
+    fleet.b.completer.hold(position=1)
+    under_way = await fleet.router.complete(replace(REQUEST, streamed=True))
+    async for _ in under_way:
+        break
+    await under_way.aclose()
+    await asyncio.wait_for(fleet.a.completer.until_active(0), 2)
+    await asyncio.wait_for(fleet.b.completer.until_active(0), 2)
+
+
+async def test_a7_03_a_killed_replicas_answers_go_on_elsewhere(fleet: Fleet) -> None:
+    fleet.a.completer.hold(position=3)
+    asks = [asyncio.create_task(answer(fleet.router, REQUEST)) for _ in range(6)]
+    await fleet.a.completer.until_active(3)
+    fleet.a.server.kill()
+    wholes = await asyncio.gather(*asks)
+    assert {whole.origin.replica for whole in wholes} == {B}
+    assert fleet.router.members()[A].health is not Health.GOOD
+    assert (await answer(fleet.router, REQUEST)).origin.replica == B
+    assert fleet.router.statistics().in_flight == 0
+    fleet.a.completer.release()
+
+
+async def test_a7_07_resets_eject_nobody_and_requests_succeed(fleet: Fleet) -> None:
+    failures: list[SlackwaterError] = []
+
+    async def ask(seed: int) -> None:
+        try:
+            await answer(fleet.router, replace(REQUEST, sampling=SamplingSpec(max_tokens=6, seed=seed)))
+        except SlackwaterError as error:
+            failures.append(error)
+
+    for wave in range(6):
+        asks = [asyncio.create_task(ask(wave * 8 + seed)) for seed in range(8)]
+        (fleet.a, fleet.b)[wave % 2].server.reset()
+        await asyncio.gather(*asks)
+    assert failures == []
+    assert Health.EJECTED not in {member.health for member in fleet.router.members().values()}
+
+
+async def test_a_dead_address_is_a_lost_replica(fleet: Fleet) -> None:
+    fleet.b.server.kill()
+    remote = RemoteReplica(fleet.b.server.url, KEYS.inference)
+    try:
+        with pytest.raises(ReplicaLostError):
+            await remote.complete(REQUEST)
+        with pytest.raises(ReplicaLostError):
+            await remote.probe()
+    finally:
+        await remote.aclose()
