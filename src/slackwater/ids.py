@@ -26,6 +26,7 @@ StateDigest = NewType("StateDigest", str)
 ObjectDigest = NewType("ObjectDigest", str)
 """SHA-256 in hex of an object's bytes."""
 
+_MAX_DIGITS: Final = 12
 _SEGMENT: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -55,6 +56,6 @@ def parse_snapshot(text: str) -> tuple[RunId, Version]:
         InvalidInputError: The text is no snapshot name.
     """
     run, slash, number = text.partition("/")
-    if not slash or not number.isascii() or not number.isdigit() or len(number) > 12:
+    if not slash or not number.isascii() or not number.isdigit() or len(number) > _MAX_DIGITS:
         raise InvalidInputError(f"{text[:80]!r} is no snapshot", hint="write <run>/<version>, such as demo/12")
     return run_id(run), Version(int(number))

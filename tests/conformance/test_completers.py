@@ -6,6 +6,9 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 
 import pytest
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from slackwater.api.app import create_app
 from slackwater.api.auth import Keys
@@ -21,9 +24,6 @@ from slackwater.testing.completer import TableCompleter
 from slackwater.testing.conformance_completer import REQUEST, CompleterTests, answer
 from slackwater.testing.loopback import Loopback
 from slackwater.testing.tiny_model import write_tiny_tokenizer
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
 KEYS = Keys(inference="inference-key", control="control-key")
 ROWS = [[((token * 7 + position * 3) % 11) / 4 for token in range(12)] for position in range(5)]
@@ -73,8 +73,7 @@ async def fleet(tokenizer: ChatTokenizer) -> AsyncIterator[Fleet]:
             served.append(Served(completer=completer, server=server))
         a, b = served
         remotes = {
-            name: RemoteReplica(one.server.url, KEYS.inference)
-            for name, one in zip((A, B), served, strict=True)
+            name: RemoteReplica(one.server.url, KEYS.inference) for name, one in zip((A, B), served, strict=True)
         }
         router = await stack.enter_async_context(Router(remotes, probe_interval_s=0.05))
         yield Fleet(router=router, a=a, b=b)

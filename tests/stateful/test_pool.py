@@ -1,4 +1,4 @@
-"""The pool under any order of joins, probes, losses and releases: the ledger balances and nobody is served by the out."""
+"""The pool under any order of joins, probes, losses and releases: its ledger balances, and who is out gets nothing."""
 
 from hypothesis import settings
 from hypothesis import strategies as st

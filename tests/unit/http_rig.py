@@ -1,16 +1,13 @@
 """Apps on real loopback ports, and a client for them."""
 
 import asyncio
-import socket
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 import msgspec
-import uvicorn
-from replica_rig import until
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.routing import Route
@@ -62,22 +59,7 @@ class Client:
 
 
 @asynccontextmanager
-async def served(app: Starlette) -> AsyncIterator[str]:
-    """The app on a free loopback port."""
-    taken = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
-    serving = asyncio.create_task(server.serve(sockets=[taken]))
-    await until(lambda: server.started)
-    try:
-        yield f"http://127.0.0.1:{taken.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        await serving
-        taken.close()
-
-
-@asynccontextmanager
-async def silent() -> AsyncIterator[str]:
+async def silent() -> AsyncGenerator[str]:
     """A port that accepts and never answers."""
 
     async def swallow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

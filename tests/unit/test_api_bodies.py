@@ -3,7 +3,6 @@
 import json
 from contextlib import suppress
 
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -5,7 +5,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 from hotload_rig import Fleet
-from http_rig import CONTROL, Client, gated, served, silent
+from http_rig import CONTROL, Client, gated, silent
 from replica_rig import RUN, Rig, until
 
 from slackwater.clock import SystemClock
@@ -18,6 +18,7 @@ from slackwater.hotload.snapshots import BucketSnapshots
 from slackwater.ids import ReplicaId, Version
 from slackwater.replica.app import control_routes
 from slackwater.testing.bucket import MemoryBucket
+from slackwater.testing.loopback import Loopback
 
 
 @pytest.fixture
@@ -33,8 +34,8 @@ def fleet() -> Fleet:
 
 @pytest.fixture
 async def front(fleet: Fleet, session: aiohttp.ClientSession) -> AsyncIterator[Client]:
-    async with served(gated(hotload_routes(fleet.conductor))) as base:
-        yield Client(session, base, CONTROL)
+    async with Loopback(gated(hotload_routes(fleet.conductor))) as server:
+        yield Client(session, server.url, CONTROL)
     await fleet.conductor.close()
 
 
@@ -112,8 +113,8 @@ async def test_a1_12_a_fleet_over_http_ends_with_a_state_for_each_replica(
         for rig in rigs:
             await rig.replica.start(Version(0))
             stack.push_async_callback(rig.close)
-            base = await stack.enter_async_context(served(gated(control_routes(rig.replica))))
-            targets.append(HttpTarget(rig.replica.status().replica, base, "c", session))
+            server = await stack.enter_async_context(Loopback(gated(control_routes(rig.replica))))
+            targets.append(HttpTarget(rig.replica.status().replica, server.url, "c", session))
         hung = await stack.enter_async_context(silent())
         targets.append(HttpTarget(ReplicaId("r2"), hung, "c", session, deadline_s=0.1))
         limits = ConductorLimits(deadline_s=2.0, poll_s=0.01)
@@ -136,7 +137,8 @@ async def test_a_target_maps_what_a_replica_refuses_and_what_is_no_replica(
 ) -> None:
     rig = Rig(tmp_path)
     await rig.start()
-    async with served(gated(control_routes(rig.replica))) as base:
+    async with Loopback(gated(control_routes(rig.replica))) as server:
+        base = server.url
         target = HttpTarget(ReplicaId("replica-0"), base, "c", session)
         assert (await target.status()).version == 0
         with pytest.raises(NotFoundError):

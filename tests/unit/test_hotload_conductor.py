@@ -4,7 +4,6 @@ from collections.abc import AsyncIterator
 import pytest
 from hotload_rig import Fleet, until
 
-from slackwater.bucket.base import Get
 from slackwater.checkpoint.keys import manifest_key
 from slackwater.errors import AuthError, ConflictError, CorruptError, InvalidInputError, NotFoundError
 from slackwater.hotload.operation import OperationState, ReplicaStage
@@ -204,8 +203,7 @@ async def test_closing_at_any_moment_leaves_no_task_and_no_open_operation(turns:
 async def test_a_bucket_manifest_that_is_another_ones_is_corrupt() -> None:
     bucket = MemoryBucket()
     bucket.put(manifest_key(RunId("demo"), Version(0)), b"{}")
-    reader: Get = bucket
     with pytest.raises(CorruptError):
-        BucketSnapshots(reader, RunId("demo")).find(Version(0))
+        BucketSnapshots(bucket, RunId("demo")).find(Version(0))
     with pytest.raises(NotFoundError, match="demo/4"):
-        BucketSnapshots(reader, RunId("demo")).find(Version(4))
+        BucketSnapshots(bucket, RunId("demo")).find(Version(4))

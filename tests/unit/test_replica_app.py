@@ -4,11 +4,12 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from http_rig import CONTROL, Client, gated, served
+from http_rig import CONTROL, Client, gated
 from replica_rig import Rig
 
 from slackwater.ids import Version
 from slackwater.replica.app import control_routes
+from slackwater.testing.loopback import Loopback
 
 
 @pytest.fixture
@@ -20,8 +21,9 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
 
 @pytest.fixture
 async def client(rig: Rig) -> AsyncIterator[Client]:
-    async with served(gated(control_routes(rig.replica))) as base, aiohttp.ClientSession() as session:
-        yield Client(session, base)
+    app = gated(control_routes(rig.replica))
+    async with Loopback(app) as server, aiohttp.ClientSession() as session:
+        yield Client(session, server.url)
 
 
 async def test_health_is_open_and_follows_the_state(rig: Rig, client: Client) -> None:

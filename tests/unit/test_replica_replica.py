@@ -386,6 +386,14 @@ async def test_a_head_that_cannot_be_seen_does_not_stop_the_service(rig: Rig) ->
     assert rig.replica.status().version == 1
 
 
+async def test_an_engine_that_died_is_not_served_from(rig: Rig) -> None:
+    await rig.start()
+    await rig.engine.close()
+    assert rig.replica.state is State.RETIRED
+    with pytest.raises(UnavailableError, match="retired"):
+        await rig.replica.complete(request())
+
+
 async def test_close_ends_every_task_and_the_engine_twice_over(rig: Rig) -> None:
     await rig.start()
     await rig.replica.close()
@@ -396,11 +404,10 @@ async def test_close_ends_every_task_and_the_engine_twice_over(rig: Rig) -> None
         await rig.replica.complete(request())
 
 
-async def test_a_bug_in_a_task_retires_the_replica_and_says_so(rig: Rig) -> None:
+async def test_a_bug_in_a_task_retires_the_replica_and_says_so(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     await rig.start()
     rig.publish()
-    rig.engine._weights.pop("a.weight")
-    rig.engine.tensors = lambda: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+    monkeypatch.setattr(rig.engine, "tensors", lambda: 1 / 0)
     await rig.replica.set_target(Version(1))
     status = await rig.replica.settled()
     await until(lambda: rig.replica.state is State.RETIRED)
@@ -442,7 +449,9 @@ async def test_cancelling_a_start_closes_what_it_opened(rig: Rig) -> None:
     assert rig.engine.closed
 
 
-async def test_an_engine_that_holds_other_bits_than_the_anchor_never_serves(rig: Rig) -> None:
+async def test_an_engine_that_holds_other_bits_than_the_anchor_never_serves(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rig.publish()
     inner = rig.replica._open_engine
 
@@ -452,7 +461,7 @@ async def test_an_engine_that_holds_other_bits_than_the_anchor_never_serves(rig:
             rig.engine.poke("c.bias", 1)
         return engine
 
-    rig.replica._open_engine = open_wrong  # type: ignore[assignment]
+    monkeypatch.setattr(rig.replica, "_open_engine", open_wrong)
     starting = asyncio.create_task(rig.replica.start())
     await rig.clock.parked()
     error = rig.replica.status().last_error

@@ -50,6 +50,8 @@ class Outlet:
 
     async def end(self) -> None:
         """Close the body."""
+        if not self.started:
+            await self.write(b"")
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _head(self) -> dict[str, object]:

@@ -51,7 +51,8 @@ class Put(Protocol):
 
     def put(self, key: str, body: bytes | memoryview) -> None:
         """Create or replace, atomically. For content-named blobs and hints; a name that others read as a commit
-        is made with `PutIfAbsent` alone."""
+        is made with `PutIfAbsent` alone.
+        """
         ...
 
 
@@ -60,7 +61,8 @@ class PutIfAbsent(Protocol):
 
     def put_if_absent(self, key: str, body: bytes) -> bool:
         """Create the object unless it exists. True: this call made it. False: it exists, made by another or by an
-        earlier attempt of this very call whose answer was lost: read it back and compare."""
+        earlier attempt of this very call whose answer was lost: read it back and compare.
+        """
         ...
 
 

@@ -1,7 +1,7 @@
 """`slackwater gateway`: the API over a router over replicas, with the hot-load routes."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 from aiohttp import ClientSession
@@ -43,7 +43,7 @@ async def run_gateway(settings: GatewaySettings, keys: Keys) -> None:
         )
 
         @asynccontextmanager
-        async def conducting(app: Starlette) -> AsyncIterator[None]:
+        async def conducting(app: Starlette) -> AsyncGenerator[None]:
             del app
             yield
             await conductor.close()

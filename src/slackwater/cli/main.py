@@ -37,8 +37,8 @@ def publish(
     anchor: Annotated[bool, typer.Option("--anchor", help="Publish an anchor even where a delta would do.")] = False,
 ) -> None:
     """Publish a folder as the run's next version: an anchor first, then deltas."""
-    from slackwater.cli.publish import publish_folder  # noqa: PLC0415 - heavy, for this verb alone
-    from slackwater.cli.show import show_published  # noqa: PLC0415
+    from slackwater.cli.publish import publish_folder
+    from slackwater.cli.show import show_published
 
     show_published(publish_folder(folder, bucket, run_id(run), step=step, anchor=anchor))
 
@@ -58,9 +58,9 @@ def replica(
     supervised: Supervised = False,
 ) -> None:
     """Serve one replica that follows the run's head. Keys come from the environment."""
-    from slackwater.cli.keys import keys_from  # noqa: PLC0415
-    from slackwater.cli.replica import run_replica  # noqa: PLC0415
-    from slackwater.cli.serve import end_with_parent  # noqa: PLC0415
+    from slackwater.cli.keys import keys_from
+    from slackwater.cli.replica import run_replica
+    from slackwater.cli.serve import end_with_parent
 
     log.configure(name)
     settings = ReplicaSettings(
@@ -85,9 +85,9 @@ def gateway(
     supervised: Supervised = False,
 ) -> None:
     """Serve the OpenAI-compatible API over replicas, hot-load routes included. Keys come from the environment."""
-    from slackwater.cli.gateway import run_gateway  # noqa: PLC0415
-    from slackwater.cli.keys import keys_from  # noqa: PLC0415
-    from slackwater.cli.serve import end_with_parent  # noqa: PLC0415
+    from slackwater.cli.gateway import run_gateway
+    from slackwater.cli.keys import keys_from
+    from slackwater.cli.serve import end_with_parent
 
     log.configure("gateway")
     settings = GatewaySettings(
@@ -116,9 +116,9 @@ def train(
     supervised: Supervised = False,
 ) -> None:
     """Run the demo's trainer; its events go to standard output."""
-    from slackwater.cli.demo.train import TrainSettings, run_trainer  # noqa: PLC0415
-    from slackwater.cli.keys import keys_from  # noqa: PLC0415
-    from slackwater.cli.serve import end_with_parent  # noqa: PLC0415
+    from slackwater.cli.demo.train import TrainSettings, run_trainer
+    from slackwater.cli.keys import keys_from
+    from slackwater.cli.serve import end_with_parent
 
     log.configure("trainer")
     settings = TrainSettings(
@@ -142,8 +142,8 @@ def replay(
     supervised: Supervised = False,
 ) -> None:
     """Re-score a run's rollouts under the policy versions that they claim, and once more with shifted labels."""
-    from slackwater.cli.replay import ReplaySettings, run_replay  # noqa: PLC0415
-    from slackwater.cli.serve import end_with_parent  # noqa: PLC0415
+    from slackwater.cli.replay import ReplaySettings, run_replay
+    from slackwater.cli.serve import end_with_parent
 
     log.configure("replay")
     with end_with_parent(supervised=supervised):
@@ -157,7 +157,7 @@ def replay(
                 threads=threads,
                 window=window,
                 cache=cache,
-            )  # fmt: skip
+            )
         )
 
 
@@ -170,8 +170,8 @@ def demo(
     plain: Annotated[bool, typer.Option("--plain", help="Lines instead of a live view.")] = False,
 ) -> None:
     """Train a real small model with RL against a real rollout fleet on this machine."""
-    from slackwater.cli.demo.cast import DemoSettings  # noqa: PLC0415
-    from slackwater.cli.demo.run import run_demo  # noqa: PLC0415
+    from slackwater.cli.demo.cast import DemoSettings
+    from slackwater.cli.demo.run import run_demo
 
     log.configure("demo")
     raise SystemExit(asyncio.run(run_demo(DemoSettings(steps=steps, bucket=bucket, out=out, seed=seed, plain=plain))))

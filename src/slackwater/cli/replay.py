@@ -63,8 +63,9 @@ def run_replay(settings: ReplaySettings) -> None:
     head = fetcher.head(None)
     if head is None:
         raise NotFoundError(f"the run {settings.run} has no version", hint="check --bucket and --run")
-    limit = tolerance(_noise(_open(fetcher, settings), answers))
-    honest = Walk(_open(fetcher, settings), fetcher, limit, patient=True)
+    fresh = _open(fetcher, settings)
+    limit = tolerance(_noise(fresh, answers))
+    honest = Walk(fresh, fetcher, limit, patient=True)
     honest.over(answers, head)
     false = Walk(_open(fetcher, settings), fetcher, limit, patient=False)
     false.over([shifted(answer, head) for answer in answers], head)

@@ -1,14 +1,14 @@
 """Serve an app on loopback until told to stop: a port taken early, one ready line, an ordered end."""
 
-import asyncio
 import contextlib
 import errno
 import json
 import os
 import signal
 import socket
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -56,30 +56,27 @@ async def serve(app: ASGIApp, taken: socket.socket, *, grace_s: float = 5.0) -> 
     Prints one JSON line, ``{"ready": URL}``, once connections are accepted.
     """
     config = uvicorn.Config(
-        app,
-        log_config=None,
-        access_log=False,
-        lifespan="on",
-        timeout_graceful_shutdown=max(1, round(grace_s)),
+        app, log_config=None, access_log=False, lifespan="on", timeout_graceful_shutdown=max(1, round(grace_s))
     )
-    server = uvicorn.Server(config)
-    announcer = asyncio.create_task(_announce(server, taken))
-    try:
-        await server.serve(sockets=[taken])
-    finally:
-        announcer.cancel()
+    server = _Announced(config)
+    await server.serve(sockets=[taken])
     if not server.started:
         raise UnavailableError("the server could not start", hint="its log says why")
 
 
-async def _announce(server: uvicorn.Server, taken: socket.socket) -> None:
-    while not server.started:
-        await asyncio.sleep(0.01)
-    print(json.dumps({"ready": address(taken)}), flush=True)  # noqa: T201 - the line that supervisors wait for
+class _Announced(uvicorn.Server):
+    """Says on standard output when it accepts connections."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """See `uvicorn.Server.startup`."""
+        await super().startup(sockets)
+        if self.started and sockets:
+            sys.stdout.write(json.dumps({"ready": address(sockets[0])}) + "\n")
+            sys.stdout.flush()
 
 
 @contextlib.contextmanager
-def end_with_parent(*, supervised: bool) -> Iterator[None]:
+def end_with_parent(*, supervised: bool) -> Generator[None]:
     """Where ``supervised``, turn the end of standard input, which a parent holds open, into SIGTERM for this process:
     so no child outlives its parent, however that one ends.
     """

@@ -101,6 +101,8 @@ class Replica:
             return State.CLOSED
         if self._broken or (self._exchange is not None and not self._exchange.swap.serves):
             return State.RETIRED
+        if self._engine is not None and self._engine.stats().failure:
+            return State.RETIRED
         return State.SERVING if self._started else State.STARTING
 
     async def start(self, goal: Goal = "head") -> None:

@@ -9,6 +9,13 @@ MAX_TOP_LOGPROBS = 20
 """Most alternatives per position, as OpenAI's API has it."""
 
 
+MAX_TOKENS = 1_000_000
+"""Most tokens of one answer, whatever the window."""
+MAX_TOP_K = 1_000_000
+MAX_TEMPERATURE = 100.0
+MAX_STOP_IDS = 64
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingSpec:
     """How each next token is drawn.
@@ -35,12 +42,12 @@ class SamplingSpec:
 
     def __post_init__(self) -> None:
         checks = (
-            (1 <= self.max_tokens <= 1_000_000, "max_tokens", "1 to 1000000"),
-            (0.0 <= self.temperature <= 100.0, "temperature", "0 to 100"),
+            (1 <= self.max_tokens <= MAX_TOKENS, "max_tokens", f"1 to {MAX_TOKENS}"),
+            (0.0 <= self.temperature <= MAX_TEMPERATURE, "temperature", f"0 to {MAX_TEMPERATURE:.0f}"),
             (0.0 < self.top_p <= 1.0, "top_p", "above 0, up to 1"),
-            (0 <= self.top_k <= 1_000_000, "top_k", "0 to 1000000"),
+            (0 <= self.top_k <= MAX_TOP_K, "top_k", f"0 to {MAX_TOP_K}"),
             (self.seed is None or 0 <= self.seed < 2**63, "seed", "0 to 2^63 - 1"),
-            (len(self.stop_token_ids) <= 64, "stop_token_ids", "at most 64"),
+            (len(self.stop_token_ids) <= MAX_STOP_IDS, "stop_token_ids", f"at most {MAX_STOP_IDS}"),
             (0 <= self.top_logprobs <= MAX_TOP_LOGPROBS, "top_logprobs", f"0 to {MAX_TOP_LOGPROBS}"),
         )
         for holds, name, bound in checks:

@@ -106,9 +106,9 @@ class RemoteReplica:
         url, body = f"{self.base_url}/v1/generate", encode_request(request)
         with _reaching(self.base_url):
             response = await self._open().post(url, data=body, headers=self._headers)
+        if response.status != _OK:
+            raise await self._refusal(response)
         try:
-            if response.status != _OK:
-                raise await self._refusal(response)
             answer = RemoteAnswer(self.base_url, response)
             await answer.begin()
         except BaseException:
@@ -132,7 +132,8 @@ class RemoteReplica:
 
     async def _refusal(self, response: aiohttp.ClientResponse) -> SlackwaterError:
         with _reaching(self.base_url):
-            body = await response.read()
+            async with response:
+                body = await response.read()
         try:
             error = rebuild(_ENVELOPE.decode(body).error)
         except msgspec.MsgspecError:

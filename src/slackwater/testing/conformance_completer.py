@@ -31,7 +31,8 @@ async def answer(completer: Completer, request: CompletionRequest) -> Completion
 
 class CompleterTests:
     """The completer under test serves version 7 with a window of at least 32 and a vocabulary of at least 8 tokens,
-    of which none ends an answer by itself."""
+    of which none ends an answer by itself.
+    """
 
     async def test_an_answer_has_max_tokens_and_ends_by_length(self, completer: Completer) -> None:
         """The plain case."""

@@ -22,7 +22,8 @@ def write_report(record: Record, path: Path) -> None:
     shown = claims(record)
     figure.suptitle(
         f"slackwater demo · reward gain {shown['reward_gain']:+.2f} · {shown['versions_served']:.0f} versions served · "
-        f"{shown['mislabelled_tokens']:.0f} of {shown['tokens_checked']:.0f} tokens mislabelled · {shown['wall_s']:.0f} s"
+        f"{shown['mislabelled_tokens']:.0f} of {shown['tokens_checked']:.0f} tokens mislabelled · "
+        f"{shown['wall_s']:.0f} s"
     )
     partial = path.with_suffix(".partial.png")
     figure.savefig(partial, dpi=110)

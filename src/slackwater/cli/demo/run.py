@@ -5,7 +5,7 @@ import contextlib
 import json
 import shutil
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Generator
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -43,7 +43,7 @@ async def run_demo(settings: DemoSettings) -> int:
 
 
 @contextlib.asynccontextmanager
-async def _cast(settings: DemoSettings) -> AsyncIterator[Cast]:
+async def _cast(settings: DemoSettings) -> AsyncGenerator[Cast]:
     """The processes; whoever was started has ended when this is left, also on Ctrl-C and SIGTERM."""
     cast = assemble(settings)
     cast.out.mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,7 @@ async def _cast(settings: DemoSettings) -> AsyncIterator[Cast]:
 
 
 @contextlib.asynccontextmanager
-async def _fleet(cast: Cast) -> AsyncIterator[FleetWatch]:
+async def _fleet(cast: Cast) -> AsyncGenerator[FleetWatch]:
     fleet = FleetWatch({child.name: cast.urls[child.name] for child in cast.replicas}, cast.control_key)
     try:
         yield fleet
@@ -67,7 +67,7 @@ async def _fleet(cast: Cast) -> AsyncIterator[FleetWatch]:
 
 
 @contextlib.contextmanager
-def _ends_on_signal() -> Iterator[None]:
+def _ends_on_signal() -> Generator[None]:
     """Let SIGTERM and SIGHUP end the demo as Ctrl-C does: children first."""
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     signals = (signal.SIGTERM, signal.SIGHUP)
@@ -104,7 +104,7 @@ class _Demo:
             return await self._report(labels, byte_exact=byte_exact)
 
     @contextlib.contextmanager
-    def _live(self) -> Iterator[None]:
+    def _live(self) -> Generator[None]:
         if self.settings.plain or not self.console.is_terminal:
             yield
             return

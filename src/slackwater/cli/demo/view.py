@@ -111,5 +111,6 @@ def _replicas(replicas: Mapping[str, ReplicaView]) -> RenderableType:
 def _published(item: PublishedEvent) -> Text:
     return Text(
         f"v{item.version} {item.kind}: {item.uploaded_bytes / 1e6:.1f} MB of {item.full_bytes / 1e6:.0f} MB "
-        f"({item.full_bytes / max(item.uploaded_bytes, 1):.1f}×), {item.changed / max(item.total, 1):.2%} of elements changed"
+        f"({item.full_bytes / max(item.uploaded_bytes, 1):.1f}×), "
+        f"{item.changed / max(item.total, 1):.2%} of elements changed"
     )

@@ -4,8 +4,10 @@ Shapes never depend on who else is served: decoding runs all slots, prefill runs
 the keys that attention sees end at a multiple of `KV_STEP`. So no logit depends on the batch.
 """
 
+import math
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
@@ -37,8 +39,8 @@ class SlotStore(Cache):
     def __init__(self, model: LoadedModel, *, slots: int, window: int) -> None:
         super().__init__(layers=[])
         shape = (slots, model.kv_heads, round_up(window, KV_STEP), model.head_dim)
-        self._keys: Final = [torch.zeros(shape, dtype=model.dtype) for _ in range(model.layers)]
-        self._values: Final = [torch.zeros(shape, dtype=model.dtype) for _ in range(model.layers)]
+        self._keys: Final = [_zeros(shape, model.dtype) for _ in range(model.layers)]
+        self._values: Final = [_zeros(shape, model.dtype) for _ in range(model.layers)]
         self._used: Final = [0] * slots
         self._rows = torch.empty(0, dtype=torch.long)
         self._positions = torch.empty(0, dtype=torch.long)
@@ -106,3 +108,8 @@ class SlotStore(Cache):
         """Not asked for: positions and masks are always given. 0 keeps transformers from guessing."""
         del layer_idx
         return 0
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    # numpy asks the system for zeroed pages and torch writes zeros: only the former costs nothing until used.
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)

@@ -146,7 +146,8 @@ def _apply(patches: Sequence[Patch]) -> int:
 
 
 def _revert(patches: Sequence[Patch]) -> int:
-    for patch in reversed(patches):  # so that overlapping ones unwind
+    # Any order will do, even where patches overlap: all old bits were saved before the first write.
+    for patch in patches:
         patch.put(patch.old)
     return sum(patch.old.nbytes for patch in patches)
 

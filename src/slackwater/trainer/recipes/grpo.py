@@ -87,7 +87,7 @@ class Policy:
         return {name: value.detach() for name, value in self._live.items()}
 
     def update(self, groups: Sequence[Sequence[Sample]], rewards: Sequence[Sequence[float]]) -> UpdateReport:
-        """Take one step on groups of answers; groups whose answers all earned the same teach nothing and are skipped."""
+        """Take one step on groups of answers. Groups whose answers all earned the same are skipped."""
         scored = [(group, advantages(earned)) for group, earned in zip(groups, rewards, strict=True)]
         useful = [(group, values) for group, values in scored if any(values)]
         if not useful:

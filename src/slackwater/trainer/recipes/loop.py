@@ -8,12 +8,10 @@ cross the swap: one step off-policy, never waiting for each other. Who awaits wh
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-
-import torch
 
 from slackwater.clock import Clock
 from slackwater.ids import Version
@@ -125,9 +123,8 @@ class Loop:
         return following
 
     async def _publish(self, *, step: int) -> Published:
-        state: Mapping[str, torch.Tensor] = self.policy.state()
         published = await asyncio.to_thread(
-            partial(self.publisher.publish, StateDictSource(state), step=step, folder_files=self.folder)
+            partial(self.publisher.publish, StateDictSource(self.policy.state()), step=step, folder_files=self.folder)
         )
         self.on_publish(published)
         return published

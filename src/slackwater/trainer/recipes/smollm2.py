@@ -36,7 +36,7 @@ _LAYER: Final = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_END_TOKEN: Final = "<|im_end|>"
+_TURN_END: Final = "<|im_end|>"
 
 
 def ensure_model(folder: Path) -> Path:
@@ -118,9 +118,9 @@ def _write_tokenizer(source: Path, folder: Path) -> int:
     from transformers import AutoTokenizer  # noqa: PLC0415 - seconds to import, needed once per machine
 
     tokenizer: Any = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-    tokenizer.eos_token = tokenizer.pad_token = _END_TOKEN
+    tokenizer.eos_token = tokenizer.pad_token = _TURN_END
     tokenizer.save_pretrained(folder)
-    return int(tokenizer.convert_tokens_to_ids(_END_TOKEN))
+    return int(tokenizer.convert_tokens_to_ids(_TURN_END))
 
 
 def _field(reader: GGUFReader, name: str) -> float:

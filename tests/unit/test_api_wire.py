@@ -1,0 +1,168 @@
+"""The token wire loses nothing and trusts nothing."""
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slackwater.api.arrays import Array, array
+from slackwater.api.engine_data import engine_data
+from slackwater.api.respond import json_reply
+from slackwater.api.stream import line
+from slackwater.api.wire import (
+    EndLine,
+    ErrorLine,
+    Line,
+    OriginLine,
+    TokenLine,
+    decode_line,
+    decode_request,
+    encode_request,
+    lines,
+    origin_line,
+    read_error,
+    token_line,
+)
+from slackwater.errors import CorruptError, InternalError, InvalidInputError, PolicyUnmetError
+from slackwater.ids import BootId, ReplicaId, RequestId, RunId, Version
+from slackwater.rollout.evidence import Completion, Finish, Origin, TokenStep
+from slackwater.rollout.request import CompletionRequest, PolicyConstraint, SamplingSpec
+from slackwater.testing.completer import TableCompleter
+from slackwater.testing.conformance_completer import REQUEST
+
+VERSIONS = st.integers(0, 2**40).map(Version)
+LOGPROBS = st.floats(max_value=0.0, allow_nan=False)
+STEPS = st.builds(
+    TokenStep,
+    token_id=st.integers(0, 2**31 - 1),
+    logprob=LOGPROBS,
+    version=VERSIONS,
+    top_ids=st.lists(st.integers(0, 9), max_size=3).map(tuple),
+    top_logprobs=st.lists(LOGPROBS, max_size=3).map(tuple),
+    finish=st.none() | st.sampled_from(Finish),
+)
+ORIGINS = st.builds(
+    Origin,
+    replica=st.text(max_size=9).map(ReplicaId),
+    boot=st.text(max_size=9).map(BootId),
+    run=st.text(max_size=9).map(RunId),
+    seed=st.integers(0, 2**63 - 1),
+    cached_tokens=st.integers(0, 99),
+    prompt_version=st.none() | VERSIONS,
+)
+REQUESTS = st.builds(
+    CompletionRequest,
+    request_id=st.text(max_size=9).map(RequestId),
+    prompt_ids=st.lists(st.integers(0, 2**31), min_size=1, max_size=5).map(tuple),
+    sampling=st.builds(
+        SamplingSpec,
+        max_tokens=st.integers(1, 9),
+        temperature=st.floats(0, 100),
+        top_p=st.floats(0.01, 1),
+        seed=st.none() | st.integers(0, 2**63 - 1),
+        stop_token_ids=st.lists(st.integers(0, 9), max_size=3).map(tuple),
+    ),
+    policy=st.builds(PolicyConstraint, min_version=st.none() | VERSIONS, exact_version=st.none() | VERSIONS),
+    forced_ids=st.lists(st.integers(0, 9), max_size=3).map(tuple),
+    streamed=st.booleans(),
+    model=st.text(max_size=9),
+)
+
+
+@given(request=REQUESTS)
+def test_a_request_comes_back_as_itself(request: CompletionRequest) -> None:
+    assert decode_request(encode_request(request)) == request
+
+
+@given(step=STEPS, origin=ORIGINS)
+def test_tokens_and_origins_come_back_bit_for_bit(step: TokenStep, origin: Origin) -> None:
+    token = decode_line(line(token_line(step)))
+    assert isinstance(token, TokenLine)
+    assert token.step() == step
+    told = decode_line(line(origin_line(origin)))
+    assert isinstance(told, OriginLine)
+    assert told.origin() == origin
+
+
+@given(data=st.binary(max_size=60) | st.text(max_size=60).map(str.encode))
+def test_hostile_lines_are_corrupt(data: bytes) -> None:
+    with pytest.raises(CorruptError):
+        decode_line(data)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{}",
+        b"[" * 99_999,
+        b'{"request_id":"r","prompt_ids":[],"sampling":{"max_tokens":1}}',
+        b'{"request_id":"r","prompt_ids":[1],"sampling":{"max_tokens":0}}',
+        b'{"request_id":"r","prompt_ids":[1.5],"sampling":{"max_tokens":1}}',
+    ],
+)
+def test_hostile_requests_are_refused(body: bytes) -> None:
+    with pytest.raises(InvalidInputError):
+        decode_request(body)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_no_log_probability_does_not_leave(value: float) -> None:
+    with pytest.raises(InternalError):
+        token_line(TokenStep(token_id=1, logprob=value, version=Version(1)))
+
+
+async def written(completer: TableCompleter, request: CompletionRequest) -> list[Line]:
+    answer = await completer.complete(request)
+    seen = [decode_line(line(item)) async for item in lines(answer)]
+    await answer.aclose()
+    return seen
+
+
+async def test_an_answer_is_origin_tokens_end() -> None:
+    seen = await written(TableCompleter([[0.0] * 8]), REQUEST)
+    assert [type(item) for item in seen] == [OriginLine, *[TokenLine] * 6, EndLine]
+
+
+async def test_a_failure_after_admission_is_the_last_line() -> None:
+    completer = TableCompleter([[0.0] * 8])
+    completer.fail_after(1, PolicyUnmetError("moved on", versions=(8,)))
+    *_, token, last = await written(completer, REQUEST)
+    assert isinstance(token, TokenLine)
+    assert isinstance(last, ErrorLine)
+    error = read_error(last)
+    assert isinstance(error, PolicyUnmetError)
+    assert error.versions == (8,)
+
+
+@given(values=st.lists(st.floats(width=32, allow_nan=False), max_size=9))
+def test_arrays_are_exact(values: list[float]) -> None:
+    assert array("float32", values).values() == tuple(values)
+
+
+def test_arrays_whose_data_and_shape_differ_are_corrupt() -> None:
+    for bad in (
+        Array(dtype="int32", shape=(2,), data="AAAA"),
+        Array(dtype="int32", shape=(-1,), data="AAAAAA=="),
+        Array(dtype="int32", shape=(1,), data="***"),
+    ):
+        with pytest.raises(CorruptError):
+            bad.values()
+
+
+def test_a3_04_no_json_has_nan_or_infinity() -> None:
+    body = bytes(json_reply({"a": math.nan, "b": [-math.inf]}).body)
+    assert json.loads(body, parse_constant=pytest.fail) == {"a": None, "b": [None]}
+
+
+def test_rows_of_alternatives_are_filled_up() -> None:
+    step = TokenStep(token_id=4, logprob=0.0, version=Version(2), top_ids=(4,), top_logprobs=(0.0,))
+    origin = Origin(replica=ReplicaId("r"), boot=BootId("b"), run=RunId("d"), seed=1)
+    data = engine_data(Completion(origin=origin, steps=(step, step), finish=Finish.STOP), 2)
+    assert data.top is not None
+    assert data.top.ids.shape == (2, 2)
+    assert data.top.ids.values() == (4, -1, 4, -1)
+    assert data.top.logprobs.values() == (0.0, -math.inf) * 2
+    assert data.policy == ((2, 0, 2),)
+    assert data.status["routed_experts"] == "unsupported"

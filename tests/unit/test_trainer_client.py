@@ -1,0 +1,191 @@
+"""The trainer's client: whole evidence or a typed error, and patience with what will pass."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from slackwater.api.app import create_app
+from slackwater.api.auth import Keys
+from slackwater.api.tokens import ChatTokenizer
+from slackwater.errors import (
+    AuthError,
+    CorruptError,
+    InternalError,
+    OverloadedError,
+    PolicyUnmetError,
+    UnavailableError,
+    UnsupportedError,
+)
+from slackwater.ids import Version
+from slackwater.rollout.evidence import Finish
+from slackwater.rollout.request import PolicyConstraint
+from slackwater.testing.clock import ManualClock
+from slackwater.testing.completer import TableCompleter
+from slackwater.testing.loopback import Loopback
+from slackwater.testing.tiny_model import TINY_VOCAB, write_tiny_tokenizer
+from slackwater.trainer.client import RolloutClient, RolloutSampling
+from slackwater.trainer.samples import read_samples
+
+KEYS = Keys(inference="inference-key", control="control-key")
+ROWS = [[((token * 31 + position * 17) % 97) / 12 for token in range(TINY_VOCAB)] for position in range(9)]
+HELLO = [{"role": "user", "content": "hello"}]
+SHORT = RolloutSampling(max_tokens=6, seed=3)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
+    return ChatTokenizer(write_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+@pytest.fixture
+async def completer() -> TableCompleter:
+    return TableCompleter(ROWS, versions=(4, 4, 5))
+
+
+@pytest.fixture
+async def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+async def server(completer: TableCompleter, tokenizer: ChatTokenizer) -> AsyncIterator[Loopback]:
+    async with Loopback(create_app(completer, tokenizer, KEYS, model_name="m")) as opened:
+        yield opened
+
+
+@pytest.fixture
+async def client(server: Loopback, clock: ManualClock) -> AsyncIterator[RolloutClient]:
+    opened = RolloutClient(server.url, KEYS.inference, model="m", deadline_s=10, clock=clock, jitter=lambda: 0.5)
+    async with opened:
+        yield opened
+
+
+async def test_samples_carry_the_evidence(
+    client: RolloutClient, completer: TableCompleter, tokenizer: ChatTokenizer
+) -> None:
+    samples = await client.chat(HELLO, n=3, sampling=SHORT)
+    assert [sample.seed for sample in samples] == [3, 4, 5]
+    by_seed = {request.sampling.seed: request for request in completer.requests}
+    for sample in samples:
+        assert sample.prompt_ids == by_seed[sample.seed].prompt_ids
+        assert sample.versions == (4, 4, 5, 5, 5, 5)
+        assert sample.logprobs.dtype == np.float32
+        assert sample.logprobs.shape == (6,)
+        assert not sample.logprobs.flags.writeable
+        assert sample.text == tokenizer.decode(sample.token_ids)
+        assert (sample.finish, sample.run, sample.replica) == (Finish.LENGTH, "demo", "table")
+
+
+async def test_a_prompt_of_ids_is_passed_as_it_is(client: RolloutClient) -> None:
+    first = (await client.chat(HELLO, sampling=SHORT))[0]
+    again = (await client.complete(first.prompt_ids, sampling=SHORT))[0]
+    assert again.token_ids == first.token_ids
+    assert np.array_equal(again.logprobs, first.logprobs)
+
+
+async def test_an_unmet_policy_is_waited_for(
+    client: RolloutClient, completer: TableCompleter, clock: ManualClock
+) -> None:
+    policy = PolicyConstraint(min_version=Version(9))
+    task = asyncio.create_task(client.chat(HELLO, sampling=SHORT, policy=policy))
+    await clock.parked()
+    completer.versions = (Version(9),)
+    await clock.advance(0.1)
+    assert (await task)[0].versions == (9,) * 6
+
+
+async def test_retries_end_at_the_deadline(
+    client: RolloutClient, completer: TableCompleter, clock: ManualClock
+) -> None:
+    completer.admission_error = OverloadedError("full")
+    task = asyncio.create_task(client.chat(HELLO))
+    started = clock.monotonic()
+    while not task.done():
+        parked = asyncio.create_task(clock.parked())
+        await asyncio.wait((task, parked), return_when=asyncio.FIRST_COMPLETED)
+        parked.cancel()
+        await clock.advance(2.0)
+    with pytest.raises(OverloadedError):
+        await task
+    assert 6 <= clock.monotonic() - started <= 16
+
+
+async def test_what_will_not_pass_is_raised_at_once(client: RolloutClient, server: Loopback) -> None:
+    with pytest.raises(UnsupportedError):
+        await client.chat([{"role": "user", "content": "x", "tool_calls": "y"}])
+    async with RolloutClient(server.url, "wrong") as stranger:
+        with pytest.raises(AuthError):
+            await stranger.chat(HELLO)
+    with pytest.raises(InternalError, match="isn't open"):
+        await RolloutClient(server.url, "x").chat(HELLO)
+
+
+async def test_a_server_that_is_not_there_is_unavailable(clock: ManualClock) -> None:
+    async with RolloutClient("http://127.0.0.1:1", "x", deadline_s=0, clock=clock) as client:
+        with pytest.raises(UnavailableError):
+            await client.chat(HELLO)
+
+
+async def test_a_stranger_on_the_port_is_told_apart() -> None:
+    async def stranger(request: Request) -> Response:
+        del request
+        return JSONResponse({"detail": "Not Found"}, 404)
+
+    app = Starlette(routes=[Route("/v1/chat/completions", stranger, methods=["POST"])])
+    async with Loopback(app) as server, RolloutClient(server.url, "x") as client:
+        with pytest.raises(CorruptError, match="404"):
+            await client.chat(HELLO)
+
+
+async def good_reply(client: RolloutClient) -> dict[str, Any]:
+    body = {"messages": HELLO, "max_tokens": 4, "return_token_ids": True, "engine_data": True}
+    return json.loads(await client._post("/v1/chat/completions", json.dumps(body).encode()))
+
+
+async def test_a3_15_a_reply_without_ids_is_refused(client: RolloutClient) -> None:
+    reply = await good_reply(client)
+    assert read_samples(json.dumps(reply).encode(), 1)[0].versions == (4, 4, 5, 5)
+    for lacking in ("token_ids", "engine_data"):
+        choice = {name: value for name, value in reply["choices"][0].items() if name != lacking}
+        with pytest.raises(UnsupportedError):
+            read_samples(json.dumps({**reply, "choices": [choice]}).encode(), 1)
+    del reply["prompt_token_ids"]
+    with pytest.raises(UnsupportedError):
+        read_samples(json.dumps(reply).encode(), 1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"token_ids": [1, 2]},
+        {"index": 1},
+        {"policy": [[4, 0, 2]]},
+        {"policy": [[4, 0, 2], [5, 3, 4]]},
+        {"policy": [[4, 0, 4], [5, 4, 4]]},
+    ],
+    ids=str,
+)
+async def test_contradictions_are_corrupt(client: RolloutClient, change: dict[str, Any]) -> None:
+    reply = await good_reply(client)
+    choice = reply["choices"][0]
+    if "policy" in change:
+        choice["engine_data"] |= change
+    else:
+        choice |= change
+    with pytest.raises(CorruptError):
+        read_samples(json.dumps(reply).encode(), 1)
+
+
+async def test_a_policy_error_keeps_its_versions(server: Loopback, clock: ManualClock) -> None:
+    async with RolloutClient(server.url, KEYS.inference, deadline_s=0, clock=clock) as client:
+        with pytest.raises(PolicyUnmetError) as unmet:
+            await client.chat(HELLO, policy=PolicyConstraint(exact_version=Version(1)))
+    assert unmet.value.versions == (4,)
