@@ -1,0 +1,72 @@
+"""The label check's decisions: what counts as a false label, and that shifting makes every label false."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slackwater.errors import InvalidInputError
+from slackwater.ids import Version
+from slackwater.rollout.evidence import PolicySpan, spans
+from slackwater.trainer.align import LabelledAnswer, mislabelled, shifted, tolerance, touching
+
+
+def answer(key: int, *versions: int) -> LabelledAnswer:
+    return LabelledAnswer(
+        key=key,
+        prompt_ids=(1,),
+        token_ids=tuple(range(len(versions))),
+        logprobs=tuple(-1.0 for _ in versions),
+        policy=spans(Version(version) for version in versions),
+        replica="a",
+    )
+
+
+histories = st.lists(st.integers(1, 3), min_size=1, max_size=4).flatmap(
+    lambda counts: st.integers(1, 5).map(
+        lambda first: [first + index for index, count in enumerate(counts) for _ in range(count)]
+    )
+)
+
+
+@given(histories)
+def test_a_shift_makes_every_label_false_and_stays_inside_the_chain(versions: list[int]) -> None:
+    newest = Version(versions[-1])
+    for head in (newest, Version(newest + 1)):
+        moved = shifted(answer(0, *versions), head)
+        before = [span.version for span in answer(0, *versions).policy]
+        after = [span.version for span in moved.policy]
+        assert all(abs(left - right) == 1 for left, right in zip(before, after, strict=True))
+        assert max(after) <= head
+        assert [(span.start, span.end) for span in moved.policy] == [
+            (span.start, span.end) for span in answer(0, *versions).policy
+        ]
+
+
+def test_a_difference_beyond_the_limit_counts_and_a_nan_always_does() -> None:
+    assert mislabelled([-1.0, -2.0, math.nan], [-1.0005, -2.1, -1.0], 1e-3) == 2
+    assert mislabelled([-1.0], [-1.0], 0.0) == 0
+
+
+def test_the_tolerance_follows_the_noise_but_has_a_floor() -> None:
+    assert tolerance(0.0) == 1e-3
+    assert tolerance(0.01) == pytest.approx(0.04)
+
+
+def test_spans_that_do_not_cover_the_tokens_are_refused() -> None:
+    good = answer(0, 1, 1, 2)
+    for policy in (
+        (PolicySpan(version=Version(1), start=0, end=2),),
+        (PolicySpan(version=Version(1), start=0, end=2), PolicySpan(version=Version(1), start=2, end=3)),
+        (PolicySpan(version=Version(2), start=1, end=3),),
+        (),
+    ):
+        with pytest.raises(InvalidInputError):
+            replace(good, policy=policy)
+
+
+def test_what_stays_resident_over_the_next_swap_comes_last() -> None:
+    early, ending, crossing = answer(0, 1, 2), answer(1, 2, 2), answer(2, 2, 3)
+    assert touching([crossing, ending, early, answer(3, 1)], Version(2)) == [early, ending, crossing]
