@@ -46,6 +46,7 @@ class _Front:
         self._conductor = conductor
 
     async def submit(self, request: Request) -> Response:
+        """``POST /v1/hot-loads``."""
         body = _read(await read_body(request, _MAX_BODY_BYTES))
         key = request.headers.get("idempotency-key")
         if key is not None and not 0 < len(key) <= _MAX_KEY:
@@ -53,24 +54,30 @@ class _Front:
         return _reply(await self._conductor.submit(body.snapshot, key))
 
     async def list(self, request: Request) -> Response:
+        """``GET /v1/hot-loads``."""
         del request
         return json_reply({"hot_loads": [_shown(operation) for operation in self._conductor.list()]})
 
     async def get(self, request: Request) -> Response:
+        """``GET /v1/hot-loads/{id}``."""
         return json_reply(_shown(self._conductor.get(request.path_params["id"])))
 
     async def cancel(self, request: Request) -> Response:
+        """``POST /v1/hot-loads/{id}/cancel``."""
         return _reply(await self._conductor.cancel(request.path_params["id"]))
 
     async def snapshots(self, request: Request) -> Response:
+        """``GET /v1/snapshots``."""
         del request
         return json_reply({"snapshots": await self._conductor.snapshots()})
 
     async def fleet(self, request: Request) -> Response:
+        """``GET /v1/fleet``."""
         del request
         return json_reply({"replicas": await self._conductor.fleet()})
 
     async def follow(self, request: Request) -> Response:
+        """``POST /v1/follow``."""
         del request
         return json_reply({"mode": "follow", "replicas": await self._conductor.follow()})
 

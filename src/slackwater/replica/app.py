@@ -40,6 +40,7 @@ class _Control:
         self._replica = replica
 
     async def health(self, request: Request) -> Response:
+        """``GET /health``."""
         del request
         status = self._replica.status()
         serves = status.state is State.SERVING
@@ -54,19 +55,23 @@ class _Control:
         })  # fmt: skip
 
     async def status(self, request: Request) -> Response:
+        """``GET /control/v1/status``."""
         del request
         return json_reply(self._replica.status())
 
     async def target(self, request: Request) -> Response:
+        """``POST /control/v1/target``."""
         body = _read_target(await read_body(request))
         goal = Version(body.version) if isinstance(body.version, int) else body.version
         return json_reply(await self._replica.set_target(goal))
 
     async def rollback(self, request: Request) -> Response:
+        """``POST /control/v1/rollback``."""
         del request
         return json_reply(await self._replica.roll_back())
 
     async def weights(self, request: Request) -> Response:
+        """``GET /control/v1/weights``."""
         del request
         version, digest = await self._replica.weights_digest()
         return json_reply({"version": version, "state_digest": digest})

@@ -19,6 +19,8 @@ def write_report(record: Record, path: Path) -> None:
     _versions(axes[0, 1], record)
     _deltas(axes[1, 0], record)
     _pauses(axes[1, 1], record)
+    for axis in axes.flat:
+        axis.xaxis.get_major_locator().set_params(integer=True)
     shown = claims(record)
     figure.suptitle(
         f"slackwater demo · reward gain {shown['reward_gain']:+.2f} · {shown['versions_served']:.0f} versions served · "
@@ -44,7 +46,7 @@ def _versions(axis: Any, record: Record) -> None:
         for version, start, end in answer.policy:
             served[version] = served.get(version, 0) + end - start
     for index, (replica, served) in enumerate(sorted(tokens.items())):
-        axis.bar([version + 0.4 * index for version in served], list(served.values()), 0.4, label=replica)
+        axis.bar([version + 0.4 * (index - 0.5) for version in served], list(served.values()), 0.4, label=replica)
     axis.set(title="Tokens by policy version", xlabel="version", ylabel="tokens")
     axis.legend()
 

@@ -11,7 +11,7 @@ import torch
 
 from slackwater.engine.torch.core import Core
 from slackwater.engine.torch.sequence import Event
-from slackwater.errors import SlackwaterError
+from slackwater.errors import SlackwaterError, UnavailableError
 
 _log = logging.getLogger(__name__)
 _Value = TypeVar("_Value")
@@ -32,11 +32,11 @@ class _Job(Generic[_Value]):
             value = self._work()
         except SlackwaterError as error:
             self.outcome.set_exception(error)
-        except BaseException as error:
-            self.outcome.set_exception(error)
-            raise
         else:
             self.outcome.set_result(value)
+        finally:
+            if not self.outcome.done():
+                self.outcome.set_exception(UnavailableError("the engine's loop died while it did this"))
 
     def refuse(self, error: SlackwaterError) -> None:
         """Fail it without doing it."""

@@ -4,6 +4,7 @@ Writes go through numpy: of the ways to scatter 16-bit elements on a CPU it is t
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Final
@@ -136,12 +137,11 @@ class WeightBits:
 
 
 def _apply(patches: Sequence[Patch]) -> int:
-    for done, patch in enumerate(patches, start=1):
-        try:
+    with ExitStack() as undo:
+        for patch in patches:
+            undo.callback(patch.put, patch.old)
             patch.put(patch.new)
-        except BaseException:
-            _revert(patches[:done])
-            raise
+        undo.pop_all()
     return sum(patch.new.nbytes for patch in patches)
 
 
