@@ -81,6 +81,7 @@ class _Service:
         self._since = int(clock.wall())
 
     async def chat(self, request: Request) -> Response:
+        """``POST /v1/chat/completions``."""
         body = read_chat(await read_body(request))
         wanted = chat_wanted(body)
         messages = [message.plain() for message in body.messages]
@@ -88,6 +89,7 @@ class _Service:
         return await self._answer(request, body, wanted, prompt_ids, ChatShape(self._tokenizer.table, wanted))
 
     async def text(self, request: Request) -> Response:
+        """``POST /v1/completions``."""
         body = read_text(await read_body(request))
         wanted = text_wanted(body)
         prompt = body.prompt
@@ -116,6 +118,7 @@ class _Service:
         return Response(status_code=CLIENT_GONE) if reply is None else json_reply(reply)
 
     async def generate(self, request: Request) -> Response:
+        """``POST /v1/generate``."""
         ask = decode_request(await read_body(request))
         check_model(ask.model, self._model)
         return StreamedReply(partial(self._generate, ask), NDJSON)
@@ -129,9 +132,11 @@ class _Service:
             await answer.aclose()
 
     async def models(self, request: Request) -> Response:
+        """``GET /v1/models``."""
         del request
         return json_reply(ModelList(data=(ModelCard(id=self._model, created=self._since),)))
 
     async def health(self, request: Request) -> Response:
+        """``GET /health``."""
         del request
         return json_reply({"status": "serving", "window": self._completer.window()})

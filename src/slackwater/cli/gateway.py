@@ -10,6 +10,7 @@ from starlette.applications import Starlette
 from slackwater.api.auth import Keys
 from slackwater.api.tokens import ChatTokenizer
 from slackwater.bucket.open import open_bucket, probe
+from slackwater.cli.ending import Ending
 from slackwater.cli.serve import bind, serve
 from slackwater.clock import SystemClock
 from slackwater.config.process import GatewaySettings
@@ -22,7 +23,7 @@ from slackwater.router.remote import RemoteReplica
 from slackwater.router.router import Router
 
 
-async def run_gateway(settings: GatewaySettings, keys: Keys) -> None:
+async def run_gateway(settings: GatewaySettings, keys: Keys, ending: Ending) -> None:
     """Serve until told to stop.
 
     Raises:
@@ -56,4 +57,4 @@ async def run_gateway(settings: GatewaySettings, keys: Keys) -> None:
             extra_routes=hotload_routes(conductor),
             lifespan=conducting,
         )
-        await serve(app, taken)
+        await serve(app, taken, ending)

@@ -1,13 +1,14 @@
 """The ``slackwater`` command. Each verb imports what it composes only when it runs."""
 
 import asyncio
-import os
+import signal
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
+from slackwater.cli.ending import Ending
 from slackwater.config.process import GatewaySettings, ReplicaSettings, parse_replicas
 from slackwater.errors import SlackwaterError
 from slackwater.ids import ReplicaId, run_id
@@ -20,6 +21,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+
+_TERMINATED: Final = 128 + signal.SIGTERM
 
 BucketUrl = Annotated[str, typer.Option("--bucket", help="s3://bucket/prefix, gs://…, az://…, or a directory.")]
 RunName = Annotated[str, typer.Option("--run", help="Name of the lineage: one training run.")]
@@ -37,6 +40,7 @@ def publish(
     anchor: Annotated[bool, typer.Option("--anchor", help="Publish an anchor even where a delta would do.")] = False,
 ) -> None:
     """Publish a folder as the run's next version: an anchor first, then deltas."""
+    Ending.watch()
     from slackwater.cli.publish import publish_folder
     from slackwater.cli.show import show_published
 
@@ -58,17 +62,16 @@ def replica(
     supervised: Supervised = False,
 ) -> None:
     """Serve one replica that follows the run's head. Keys come from the environment."""
+    ending = Ending.watch(supervised=supervised)
     from slackwater.cli.keys import keys_from
     from slackwater.cli.replica import run_replica
-    from slackwater.cli.serve import end_with_parent
 
     log.configure(name)
     settings = ReplicaSettings(
         bucket=bucket, run=run_id(run), replica=ReplicaId(run_id(name)), host=host, port=port, cache=cache,
         slots=slots, threads=threads, window=window, model=model,
     )  # fmt: skip
-    with end_with_parent(supervised=supervised):
-        asyncio.run(run_replica(settings, keys_from()))
+    asyncio.run(run_replica(settings, keys_from(), ending))
 
 
 @app.command()
@@ -85,9 +88,9 @@ def gateway(
     supervised: Supervised = False,
 ) -> None:
     """Serve the OpenAI-compatible API over replicas, hot-load routes included. Keys come from the environment."""
+    ending = Ending.watch(supervised=supervised)
     from slackwater.cli.gateway import run_gateway
     from slackwater.cli.keys import keys_from
-    from slackwater.cli.serve import end_with_parent
 
     log.configure("gateway")
     settings = GatewaySettings(
@@ -99,8 +102,7 @@ def gateway(
         host=host,
         port=port,
     )
-    with end_with_parent(supervised=supervised):
-        asyncio.run(run_gateway(settings, keys_from()))
+    asyncio.run(run_gateway(settings, keys_from(), ending))
 
 
 @app.command(hidden=True)
@@ -116,17 +118,16 @@ def train(
     supervised: Supervised = False,
 ) -> None:
     """Run the demo's trainer; its events go to standard output."""
+    Ending.watch(supervised=supervised)
     from slackwater.cli.demo.train import TrainSettings, run_trainer
     from slackwater.cli.keys import keys_from
-    from slackwater.cli.serve import end_with_parent
 
     log.configure("trainer")
     settings = TrainSettings(
         bucket=bucket, run=run_id(run), gateway=gateway_url, model_folder=model_folder, record=record, steps=steps,
         seed=seed, threads=threads,
     )  # fmt: skip
-    with end_with_parent(supervised=supervised):
-        asyncio.run(run_trainer(settings, keys_from()))
+    asyncio.run(run_trainer(settings, keys_from()))
 
 
 @app.command()
@@ -142,23 +143,22 @@ def replay(
     supervised: Supervised = False,
 ) -> None:
     """Re-score a run's rollouts under the policy versions that they claim, and once more with shifted labels."""
+    Ending.watch(supervised=supervised)
     from slackwater.cli.replay import ReplaySettings, run_replay
-    from slackwater.cli.serve import end_with_parent
 
     log.configure("replay")
-    with end_with_parent(supervised=supervised):
-        run_replay(
-            ReplaySettings(
-                record=record,
-                bucket=bucket,
-                run=run_id(run),
-                replica=replica_name,
-                slots=slots,
-                threads=threads,
-                window=window,
-                cache=cache,
-            )
+    run_replay(
+        ReplaySettings(
+            record=record,
+            bucket=bucket,
+            run=run_id(run),
+            replica=replica_name,
+            slots=slots,
+            threads=threads,
+            window=window,
+            cache=cache,
         )
+    )
 
 
 @app.command()
@@ -174,20 +174,20 @@ def demo(
     from slackwater.cli.demo.run import run_demo
 
     log.configure("demo")
-    raise SystemExit(asyncio.run(run_demo(DemoSettings(steps=steps, bucket=bucket, out=out, seed=seed, plain=plain))))
+    settings = DemoSettings(steps=steps, bucket=bucket, out=out, seed=seed, plain=plain)
+    try:
+        raise SystemExit(asyncio.run(run_demo(settings)))
+    except asyncio.CancelledError:  # by SIGTERM; its children have ended
+        raise SystemExit(_TERMINATED) from None
 
 
 def main() -> None:
-    """Run the command: an error is one line and status 1, Ctrl-C is status 130."""
+    """Run the command: an error is one line and status 1, wrong usage is status 2."""
     try:
-        app(standalone_mode=True)
+        app(prog_name="slackwater")
     except SlackwaterError as error:
         sys.stderr.write(f"slackwater: {error}\n")
         raise SystemExit(1) from None
-    except KeyboardInterrupt:
-        sys.stderr.write("slackwater: interrupted\n")
-        sys.stderr.flush()
-        os._exit(130)  # threads of torch and of transfers are not worth waiting for
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from slackwater.api.auth import KeyGate, Keys
 from slackwater.api.respond import HANDLERS
 from slackwater.api.tokens import ChatTokenizer
 from slackwater.bucket.open import open_bucket, probe
+from slackwater.cli.ending import Ending
 from slackwater.cli.serve import bind, serve
 from slackwater.clock import SystemClock
 from slackwater.config.process import ReplicaSettings
@@ -29,7 +30,7 @@ from slackwater.replica.app import control_routes
 from slackwater.replica.replica import Replica, ReplicaOptions
 
 
-async def run_replica(settings: ReplicaSettings, keys: Keys) -> None:
+async def run_replica(settings: ReplicaSettings, keys: Keys, ending: Ending) -> None:
     """Serve until told to stop. The port answers at once; completions are refused until the run's head is served.
 
     Raises:
@@ -53,7 +54,7 @@ async def run_replica(settings: ReplicaSettings, keys: Keys) -> None:
     )
     routes = control_routes(replica)
     front = _Front(_starting(routes, keys))
-    server = asyncio.create_task(serve(front, taken))
+    server = asyncio.create_task(serve(front, taken, ending))
     start = asyncio.create_task(replica.start())
     try:
         await asyncio.wait([server, start], return_when=asyncio.FIRST_COMPLETED)

@@ -1,21 +1,19 @@
 """Serve an app on loopback until told to stop: a port taken early, one ready line, an ordered end."""
 
-import contextlib
 import errno
 import json
-import os
-import signal
 import socket
 import sys
-import threading
-from collections.abc import Generator
+from typing import Final
 
 import uvicorn
 from starlette.types import ASGIApp
 
+from slackwater.cli.ending import Ending
 from slackwater.errors import InvalidInputError, UnavailableError
 
-_STDIN = 0
+_DRAIN_S: Final = 5
+"""Seconds for requests under way to end."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -50,16 +48,15 @@ def address(taken: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-async def serve(app: ASGIApp, taken: socket.socket, *, grace_s: float = 5.0) -> None:
-    """Serve until SIGINT or SIGTERM: stop accepting, let requests end within ``grace_s``, then the app's lifespan ends.
+async def serve(app: ASGIApp, taken: socket.socket, ending: Ending) -> None:
+    """Serve until told to end: stop accepting, give requests a few seconds, then the app's lifespan ends.
 
     Prints one JSON line, ``{"ready": URL}``, once connections are accepted.
     """
-    config = uvicorn.Config(
-        app, log_config=None, access_log=False, lifespan="on", timeout_graceful_shutdown=max(1, round(grace_s))
-    )
+    config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="on", timeout_graceful_shutdown=_DRAIN_S)
     server = _Announced(config)
-    await server.serve(sockets=[taken])
+    with ending.in_order(server.stop):
+        await server.serve(sockets=[taken])
     if not server.started:
         raise UnavailableError("the server could not start", hint="its log says why")
 
@@ -74,18 +71,6 @@ class _Announced(uvicorn.Server):
             sys.stdout.write(json.dumps({"ready": address(sockets[0])}) + "\n")
             sys.stdout.flush()
 
-
-@contextlib.contextmanager
-def end_with_parent(*, supervised: bool) -> Generator[None]:
-    """Where ``supervised``, turn the end of standard input, which a parent holds open, into SIGTERM for this process:
-    so no child outlives its parent, however that one ends.
-    """
-    if supervised:
-        threading.Thread(target=_wait_for_end_of_input, name="parent-watch", daemon=True).start()
-    yield
-
-
-def _wait_for_end_of_input() -> None:
-    while os.read(_STDIN, 4096):  # not sys.stdin, whose lock the interpreter needs at its end
-        pass
-    os.kill(os.getpid(), signal.SIGTERM)
+    def stop(self) -> None:
+        """Have `serve` end in order; from any thread."""
+        self.should_exit = True

@@ -74,9 +74,9 @@ class RoutedAnswer:
                 self._live = self._last = await replica.complete(self._request)
             except (UnavailableError, PolicyUnmetError) as error:
                 await self._leave(error)
-            except BaseException:
-                await self._let_go()
-                raise
+            finally:
+                if self._live is None:
+                    await self._let_go()
 
     async def __aiter__(self) -> AsyncIterator[TokenStep]:
         held_back: list[TokenStep] = []

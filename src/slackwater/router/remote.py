@@ -1,7 +1,7 @@
 """A replica over HTTP, as a Completer: ``POST /v1/generate`` for answers, ``GET /health`` for probes."""
 
 from collections.abc import AsyncIterator, Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Final
 
 import aiohttp
@@ -108,12 +108,11 @@ class RemoteReplica:
             response = await self._open().post(url, data=body, headers=self._headers)
         if response.status != _OK:
             raise await self._refusal(response)
-        try:
+        with ExitStack() as undo:
+            undo.callback(response.close)
             answer = RemoteAnswer(self.base_url, response)
             await answer.begin()
-        except BaseException:
-            response.close()
-            raise
+            undo.pop_all()
         return answer
 
     async def aclose(self) -> None:

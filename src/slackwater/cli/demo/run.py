@@ -87,6 +87,7 @@ class _Demo:
     fleet: FleetWatch
     console: Console
     progress: Progress = field(init=False)
+    model_ready: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self.progress = Progress(phase="starting", num_steps=self.settings.steps)
@@ -120,6 +121,7 @@ class _Demo:
         """Until the trainer is done; replicas that end meanwhile are started again."""
         await asyncio.gather(*(child.start() for child in (self.cast.trainer, *self.cast.replicas)))
         keepers = [asyncio.create_task(keep_running(child)) for child in self.cast.replicas]
+        keepers.append(asyncio.create_task(self._keep_gateway()))
         watcher = asyncio.create_task(self._watch_fleet())
         following = asyncio.create_task(self._follow_trainer())
         try:
@@ -136,7 +138,7 @@ class _Demo:
         async for line in trainer.lines():
             match decode_event(line):
                 case Phase() as phase:
-                    await self._enter(phase)
+                    self._enter(phase)
                 case PublishedEvent() as published:
                     self.progress.published.append(published)
                 case StepEvent() as step:
@@ -148,7 +150,7 @@ class _Demo:
                 f"the trainer ended with status {code}: {trainer.last_words()}", hint=f"read {trainer.log}"
             )
 
-    async def _enter(self, phase: Phase) -> None:
+    def _enter(self, phase: Phase) -> None:
         names = {
             "model": "making the model's folder (once; it is kept)",
             "ready": "loading",
@@ -158,7 +160,13 @@ class _Demo:
         self.progress.phase = names.get(phase.name, phase.name)
         self._say(f"{seconds_since_start():6.1f} s  {self.progress.phase}")
         if phase.name == "ready":
-            await self.cast.gateway.start()
+            self.model_ready.set()
+
+    async def _keep_gateway(self) -> None:
+        """The gateway needs the model's tokenizer, so it starts when the folder is there."""
+        await self.model_ready.wait()
+        await self.cast.gateway.start()
+        await keep_running(self.cast.gateway)
 
     def _say(self, line: str) -> None:
         if self.settings.plain or not self.console.is_terminal:
