@@ -158,7 +158,7 @@ async def test_a_child_is_started_again_until_it_ended_too_often(tmp_path: Path)
 async def test_stopping_ends_a_child_and_may_be_called_twice(tmp_path: Path) -> None:
     child = child_of(tmp_path, "--help")
     await child.start()
-    lines = asyncio.create_task(anext(child.lines()))
+    lines = asyncio.ensure_future(anext(child.lines()))
     await stop_all([child, child_of(tmp_path)])
     await stop_all([child])
     assert child.running.returncode is not None

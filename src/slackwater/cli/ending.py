@@ -46,7 +46,8 @@ class Ending:
     def in_order(self, ask: Callable[[], None]) -> Generator[None]:
         """Within the block the first signal calls ``ask``, from another thread, and the process goes on to its end.
 
-        It is ended where that takes longer than ``grace_s``, and by a second signal.
+        It is ended where that takes longer than ``grace_s``, and by a later SIGINT. Another SIGTERM is no news: some
+        supervisors send it to a process and to its group.
         """
         self._ask = ask
         try:
@@ -55,16 +56,21 @@ class Ending:
             self._ask = None
 
     def _wait(self) -> None:
+        asked = False
         while True:
             number = signal.Signals(signal.sigwait(_SIGNALS))
-            ask, self._ask = self._ask, None
-            if ask is None:
-                _end(number)
-            else:
+            ask = self._ask
+            if ask is not None and not asked:
+                asked = True
                 ask()
-                late = threading.Timer(self._grace_s, _end, (number,))
-                late.daemon = True
-                late.start()
+                self._end_later(number)
+            elif not asked or number is signal.SIGINT:
+                _end(number)
+
+    def _end_later(self, number: signal.Signals) -> None:
+        late = threading.Timer(self._grace_s, _end, (number,))
+        late.daemon = True
+        late.start()
 
 
 def _end(number: signal.Signals) -> None:

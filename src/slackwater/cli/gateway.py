@@ -11,7 +11,7 @@ from slackwater.api.auth import Keys
 from slackwater.api.tokens import ChatTokenizer
 from slackwater.bucket.open import open_bucket, probe
 from slackwater.cli.ending import Ending
-from slackwater.cli.serve import bind, serve
+from slackwater.cli.serve import Server, bind
 from slackwater.clock import SystemClock
 from slackwater.config.process import GatewaySettings
 from slackwater.hotload.app import hotload_routes
@@ -57,4 +57,4 @@ async def run_gateway(settings: GatewaySettings, keys: Keys, ending: Ending) -> 
             extra_routes=hotload_routes(conductor),
             lifespan=conducting,
         )
-        await serve(app, taken, ending)
+        await Server(app, taken).run_until(ending)

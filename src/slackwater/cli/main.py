@@ -9,6 +9,7 @@ from typing import Annotated, Final
 import typer
 
 from slackwater.cli.ending import Ending
+from slackwater.cli.keys import keys_from
 from slackwater.config.process import GatewaySettings, ReplicaSettings, parse_replicas
 from slackwater.errors import SlackwaterError
 from slackwater.ids import ReplicaId, run_id
@@ -63,15 +64,15 @@ def replica(
 ) -> None:
     """Serve one replica that follows the run's head. Keys come from the environment."""
     ending = Ending.watch(supervised=supervised)
-    from slackwater.cli.keys import keys_from
-    from slackwater.cli.replica import run_replica
-
     log.configure(name)
     settings = ReplicaSettings(
         bucket=bucket, run=run_id(run), replica=ReplicaId(run_id(name)), host=host, port=port, cache=cache,
         slots=slots, threads=threads, window=window, model=model,
     )  # fmt: skip
-    asyncio.run(run_replica(settings, keys_from(), ending))
+    keys = keys_from()
+    from slackwater.cli.replica import run_replica
+
+    asyncio.run(run_replica(settings, keys, ending))
 
 
 @app.command()
@@ -89,9 +90,6 @@ def gateway(
 ) -> None:
     """Serve the OpenAI-compatible API over replicas, hot-load routes included. Keys come from the environment."""
     ending = Ending.watch(supervised=supervised)
-    from slackwater.cli.gateway import run_gateway
-    from slackwater.cli.keys import keys_from
-
     log.configure("gateway")
     settings = GatewaySettings(
         replicas=parse_replicas(replica_urls),
@@ -102,7 +100,10 @@ def gateway(
         host=host,
         port=port,
     )
-    asyncio.run(run_gateway(settings, keys_from(), ending))
+    keys = keys_from()
+    from slackwater.cli.gateway import run_gateway
+
+    asyncio.run(run_gateway(settings, keys, ending))
 
 
 @app.command(hidden=True)
@@ -120,7 +121,6 @@ def train(
     """Run the demo's trainer; its events go to standard output."""
     Ending.watch(supervised=supervised)
     from slackwater.cli.demo.train import TrainSettings, run_trainer
-    from slackwater.cli.keys import keys_from
 
     log.configure("trainer")
     settings = TrainSettings(

@@ -18,7 +18,7 @@ from slackwater.api.respond import HANDLERS
 from slackwater.api.tokens import ChatTokenizer
 from slackwater.bucket.open import open_bucket, probe
 from slackwater.cli.ending import Ending
-from slackwater.cli.serve import bind, serve
+from slackwater.cli.serve import Server, bind
 from slackwater.clock import SystemClock
 from slackwater.config.process import ReplicaSettings
 from slackwater.delivery.fetcher import Fetcher
@@ -54,18 +54,19 @@ async def run_replica(settings: ReplicaSettings, keys: Keys, ending: Ending) -> 
     )
     routes = control_routes(replica)
     front = _Front(_starting(routes, keys))
-    server = asyncio.create_task(serve(front, taken, ending))
-    start = asyncio.create_task(replica.start())
+    server = Server(front, taken)
+    serving = asyncio.create_task(server.run_until(ending))
+    starting = asyncio.create_task(replica.start())
     try:
-        await asyncio.wait([server, start], return_when=asyncio.FIRST_COMPLETED)
-        if start.done():
-            start.result()
+        await asyncio.wait([serving, starting], return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            starting.result()
             front.app = create_app(replica, loader.tokenizer, keys, model_name=settings.model, extra_routes=routes)
-        await server
+        await serving
     finally:
-        for task in (start, server):
-            task.cancel()
-        await asyncio.gather(start, server, return_exceptions=True)
+        starting.cancel()
+        server.stop()
+        await asyncio.gather(starting, serving, return_exceptions=True)
         await replica.close()
         fetcher.close()
 

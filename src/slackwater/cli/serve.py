@@ -1,5 +1,6 @@
 """Serve an app on loopback until told to stop: a port taken early, one ready line, an ordered end."""
 
+import asyncio
 import errno
 import json
 import socket
@@ -7,8 +8,9 @@ import sys
 from typing import Final
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from slackwater.api.respond import error_reply
 from slackwater.cli.ending import Ending
 from slackwater.errors import InvalidInputError, UnavailableError
 
@@ -48,29 +50,63 @@ def address(taken: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-async def serve(app: ASGIApp, taken: socket.socket, ending: Ending) -> None:
-    """Serve until told to end: stop accepting, give requests a few seconds, then the app's lifespan ends.
+class Server(uvicorn.Server):
+    """Serves an app on a bound socket until it is stopped or the process is told to end.
 
-    Prints one JSON line, ``{"ready": URL}``, once connections are accepted.
+    Args:
+        app: Its lifespan runs.
+        taken: See `bind`.
     """
-    config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="on", timeout_graceful_shutdown=_DRAIN_S)
-    server = _Announced(config)
-    with ending.in_order(server.stop):
-        await server.serve(sockets=[taken])
-    if not server.started:
-        raise UnavailableError("the server could not start", hint="its log says why")
 
+    def __init__(self, app: ASGIApp, taken: socket.socket) -> None:
+        config = uvicorn.Config(
+            _Drained(app), log_config=None, access_log=False, lifespan="on", timeout_graceful_shutdown=_DRAIN_S
+        )
+        super().__init__(config)
+        self._taken = taken
 
-class _Announced(uvicorn.Server):
-    """Says on standard output when it accepts connections."""
+    async def run_until(self, ending: Ending) -> None:
+        """Print one JSON line, ``{"ready": URL}``, once connections are accepted; return after an end in order.
+
+        That end: no connection is accepted, requests under way have a few seconds and are refused after
+        that, then the app's lifespan ends.
+        """
+        with ending.in_order(self.stop):
+            await self.serve(sockets=[self._taken])
+        if not self.started:
+            raise UnavailableError("the server could not start", hint="its log says why")
+
+    def stop(self) -> None:
+        """Begin to end in order; from any thread, any number of times."""
+        self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """See `uvicorn.Server.startup`."""
         await super().startup(sockets)
-        if self.started and sockets:
-            sys.stdout.write(json.dumps({"ready": address(sockets[0])}) + "\n")
+        if self.started:
+            sys.stdout.write(json.dumps({"ready": address(self._taken)}) + "\n")
             sys.stdout.flush()
 
-    def stop(self) -> None:
-        """Have `serve` end in order; from any thread."""
-        self.should_exit = True
+
+class _Drained:
+    """An app whose requests are cancelled by its server alone, when they outlast its end: refused as retryable then."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+
+        async def watched(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        except asyncio.CancelledError:
+            if scope["type"] != "http":
+                raise
+            if not begun:  # else the connection breaks off, which readers of streams take for what it is
+                error = UnavailableError("this server is ending", hint="ask again, or ask another replica")
+                await error_reply(error)(scope, receive, send)

@@ -51,6 +51,11 @@ class Cast:
         return (self.trainer, self.gateway, *self.replicas, *self.checkers)
 
     @property
+    def work(self) -> Path:
+        """The bucket and the replicas' caches; emptied by the next demo."""
+        return self.out / "work"
+
+    @property
     def record(self) -> Path:
         """Every answer of the run, one JSON object a line."""
         return self.out / "rollouts.jsonl"
@@ -65,7 +70,7 @@ def assemble(settings: DemoSettings) -> Cast:
     """Choose a run, ports and keys, and say how each process is started."""
     out = settings.out.resolve()
     run = run_id(f"demo-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(2)}")
-    bucket = settings.bucket or str(out / "bucket")
+    bucket = settings.bucket or str(out / "work" / "bucket")
     urls = {name: f"http://127.0.0.1:{free_port()}" for name in ("gateway", *REPLICAS)}
     keys = {INFERENCE_KEY: secrets.token_urlsafe(24), CONTROL_KEY: secrets.token_urlsafe(24)}
     model = str(user_cache_path("slackwater") / "models" / "smollm2-135m-instruct")
@@ -95,14 +100,14 @@ def assemble(settings: DemoSettings) -> Cast:
         replicas=tuple(
             child(
                 name, "replica", "--name", name, "--port", port(name),
-                "--cache", str(out / "cache" / name), "--window", _WINDOW,
+                "--cache", str(out / "work" / "cache" / name), "--window", _WINDOW,
             )
             for name in REPLICAS
         ),
         checkers=tuple(
             child(
                 f"check-{name}", "replay", record, "--replica", name,
-                "--cache", str(out / "cache" / name), "--window", _WINDOW,
+                "--cache", str(out / "work" / "cache" / name), "--window", _WINDOW,
             )
             for name in REPLICAS
         ),

@@ -20,7 +20,7 @@ from slackwater.cli.demo.fleet import FleetWatch
 from slackwater.cli.demo.processes import Child, keep_running, stop_all
 from slackwater.cli.demo.view import Progress, draw, plain
 from slackwater.cli.started import seconds_since_start
-from slackwater.errors import CorruptError, SwapError, UnavailableError
+from slackwater.errors import CorruptError, InvalidInputError, SwapError, UnavailableError
 
 _SETTLE_S = 60.0
 """Longest wait for the replicas to reach the last version."""
@@ -46,15 +46,32 @@ async def run_demo(settings: DemoSettings) -> int:
 async def _cast(settings: DemoSettings) -> AsyncGenerator[Cast]:
     """The processes; whoever was started has ended when this is left, also on Ctrl-C and SIGTERM."""
     cast = assemble(settings)
-    cast.out.mkdir(parents=True, exist_ok=True)
+    await asyncio.to_thread(clear, cast)
     await asyncio.to_thread(probe, open_bucket(cast.bucket, create=True))
-    for old in (cast.out / "cache", cast.out / "logs"):
-        shutil.rmtree(old, ignore_errors=True)
     try:
         with _ends_on_signal():
             yield cast
     finally:
         await asyncio.shield(stop_all(cast.children))
+
+
+def clear(cast: Cast) -> None:
+    """Make the folders, and remove what an earlier demo left in them: nothing that bears no mark of a demo.
+
+    Raises:
+        InvalidInputError: The work folder is somebody else's, or can't be made.
+    """
+    mark = cast.work / ".slackwater-demo"
+    if cast.work.exists() and not mark.is_file():
+        raise InvalidInputError(f"{cast.work} holds something that no demo made", hint="choose another --out")
+    try:
+        shutil.rmtree(cast.work, ignore_errors=True)
+        cast.work.mkdir(parents=True)
+        mark.touch()
+        for child in cast.children:
+            child.log.unlink(missing_ok=True)
+    except OSError as error:
+        raise InvalidInputError(f"{cast.work} can't be made: {error.strerror}", hint="choose another --out") from error
 
 
 @contextlib.asynccontextmanager

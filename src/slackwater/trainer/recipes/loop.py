@@ -1,9 +1,9 @@
 """The training loop: roll out, update, publish; the fleet follows the bucket's head by itself.
 
-The answers of step k + 1 are asked for just before version k + 1 is published, so they begin under the old policy and
-cross the swap: one step off-policy, never waiting for each other. Who awaits whom, per step::
+The answers of step k + 1 are asked for in the moment in which version k + 1 is committed. The fleet still prepares it,
+so they begin under version k and cross the swap: nobody waits for anybody. Who awaits whom, per step::
 
-    answers(k) -> update(k) -> ask answers(k + 1) -> publish version k + 1 -> answers(k + 1) -> …
+    answers(k) -> update(k) -> publish version k + 1 -> ask answers(k + 1) -> ...
 """
 
 import asyncio
@@ -105,9 +105,9 @@ class Loop:
         rewards = [[self.task.reward(sample.text) for sample in group] for group in groups]
         update = await asyncio.to_thread(self.policy.update, groups, rewards)
         updated = self.clock.monotonic()
+        published = await self._publish(step=step + 1)
         last = step + 1 == self.config.steps
         following = asyncio.create_task(_nothing() if last else self._roll_out(step + 1, Version(step)))
-        published = await self._publish(step=step + 1)
         self.on_step(
             StepReport(
                 step=step,
