@@ -99,6 +99,7 @@ class Process:
         """End it as a crash does."""
         self._child.kill()
         self._child.wait(10)
+        self.hang_up()
 
     def hang_up(self) -> None:
         """Close its standard input, as its parent's death does."""

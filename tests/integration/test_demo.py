@@ -70,8 +70,15 @@ def test_a_run_goes_on_when_a_replica_is_killed(tmp_path: Path) -> None:
     assert not children(tmp_path)
 
 
-@pytest.mark.parametrize("moment", ["loading", "training", "step   0"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("moment", "number"),
+    [
+        ("loading", signal.SIGINT),
+        ("training", signal.SIGINT),
+        ("training", signal.SIGTERM),
+        ("step   0", signal.SIGINT),
+    ],
+)
 def test_a_signal_ends_everything_in_one_line(tmp_path: Path, moment: str, number: signal.Signals) -> None:
     with demo(tmp_path, "--steps", "2") as process:
         until(process, moment)

@@ -22,7 +22,7 @@ from slackwater.trainer.samples import Sample
 class GrpoConfig:
     """Settings of the optimiser."""
 
-    lr: float = 1e-4
+    lr: float = 2e-4
     clip_low: float = 0.2
     """The ratio counts down to 1 - this."""
     clip_high: float = 0.28
