@@ -371,6 +371,37 @@ def test_a_request_that_outlasts_its_server_is_refused_as_retryable(endings: End
     assert (endings.refusal.status, endings.refusal.json["error"]["code"]) == (503, "unavailable")
 
 
+STUBBORN = """
+import sys, threading
+from slackwater.cli.ending import Ending
+with Ending.watch(grace_s=float(sys.argv[1])).in_order(lambda: print("asked", flush=True)):
+    print("serving", flush=True)
+    threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize(
+    ("grace_s", "numbers", "status"),
+    [
+        (0.1, [signal.SIGTERM], 143),
+        (60, [signal.SIGINT, signal.SIGINT], 130),
+        (60, [signal.SIGTERM, signal.SIGINT], 130),
+    ],
+)
+def test_a_process_that_does_not_end_in_order_is_ended(
+    grace_s: float, numbers: list[signal.Signals], status: int
+) -> None:
+    command = [sys.executable, "-c", STUBBORN, str(grace_s)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment(), text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "serving\n"
+        process.send_signal(numbers[0])
+        assert process.stdout.readline() == "asked\n"
+        for number in numbers[1:]:
+            process.send_signal(number)
+        assert process.wait(END_S) == status
+
+
 def processes_about(path: Path) -> list[int]:
     """Processes whose command line names a path."""
     found: list[int] = []

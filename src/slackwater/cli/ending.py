@@ -23,19 +23,20 @@ class Ending:
         grace_s: Seconds that an end in order may take.
     """
 
-    def __init__(self, *, grace_s: float = 8.0) -> None:
+    def __init__(self, grace_s: float) -> None:
         self._grace_s = grace_s
         self._ask: Callable[[], None] | None = None
 
     @classmethod
-    def watch(cls, *, supervised: bool = False) -> Self:
+    def watch(cls, *, supervised: bool = False, grace_s: float = 8.0) -> Self:
         """Begin; on the main thread, before there are other threads: they inherit that the signals are blocked.
 
         Args:
             supervised: Also take the end of standard input, which a parent holds open, for SIGTERM: so no child
                 outlives its parent, however that one ends.
+            grace_s: See the class.
         """
-        ending = cls()
+        ending = cls(grace_s)
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         threading.Thread(target=ending._wait, name="ending", daemon=True).start()
         if supervised:

@@ -1,8 +1,9 @@
 """`slackwater replay`: re-score a run's answers under the policy versions that they claim.
 
 Walks the run's chain once, from its first version to its head. At each version it forces the tokens that claim it,
-with the KV cache as it was built: an answer that crossed a swap stays in its slot while the weights change under it. A
-second walk does the same with every label shifted by one version, and counts the answers that are caught.
+with the KV cache as it was built: an answer that crossed a swap stays in its slot while the weights change under it. On
+the way the same is done with every label shifted by one version, to see whether false labels would be caught; there the
+first tokens of an answer decide, so an answer that only later ones would give away counts as not caught.
 """
 
 import logging
@@ -28,7 +29,7 @@ from slackwater.rollout.request import SamplingSpec
 from slackwater.trainer.align import LabelledAnswer, mislabelled, shifted, tolerance, touching
 
 _PROBE_TOKENS = 4
-"""Tokens re-scored at once where one that differs ends the matter."""
+"""First tokens of a falsely labelled answer that are re-scored."""
 _CALIBRATION = 12
 """Answers that the calibration computes in two ways."""
 _log = logging.getLogger(__name__)
@@ -63,21 +64,10 @@ def run_replay(settings: ReplaySettings) -> None:
     head = fetcher.head(None)
     if head is None:
         raise NotFoundError(f"the run {settings.run} has no version", hint="check --bucket and --run")
-    fresh = _open(fetcher, settings)
-    limit = tolerance(_noise(fresh, answers))
-    honest = Walk(fresh, fetcher, limit, patient=True)
-    honest.over(answers, head)
-    false = Walk(_open(fetcher, settings), fetcher, limit, patient=False)
-    false.over([shifted(answer, head) for answer in answers], head)
-    verdict = LabelCheck(
-        tokens=honest.tokens,
-        mislabelled=honest.wrong,
-        largest_difference=honest.largest,
-        tolerance=limit,
-        answers=len(answers),
-        shifted_caught=len(false.caught),
-    )
-    sys.stdout.write(msgspec.json.encode(verdict).decode() + "\n")
+    replayer = _open(fetcher, settings)
+    walk = Walk(replayer, fetcher, tolerance(_noise(replayer, answers)))
+    walk.over(answers, head)
+    sys.stdout.write(msgspec.json.encode(walk.verdict()).decode() + "\n")
 
 
 def read_answers(settings: ReplaySettings) -> list[LabelledAnswer]:
@@ -115,36 +105,40 @@ class Walk:
         replayer: Freshly loaded with the chain's first version.
         fetcher: Where the deltas come from.
         limit: Nats; a larger difference is a wrong label.
-        patient: Score every token; else stop an answer at its first wrong one.
     """
 
-    def __init__(self, replayer: Replayer, fetcher: Fetcher, limit: float, *, patient: bool) -> None:
+    def __init__(self, replayer: Replayer, fetcher: Fetcher, limit: float) -> None:
         self._replayer = replayer
         self._fetcher = fetcher
         self._limit = limit
-        self._patient = patient
-        self._stride = sys.maxsize if patient else _PROBE_TOKENS
         self._resident: set[int] = set()
-        self.tokens = 0
-        """Tokens scored."""
-        self.wrong = 0
-        """Of them, how many differ."""
-        self.largest = 0.0
-        """Nats."""
-        self.caught: set[int] = set()
-        """Keys of answers with a token that differs."""
+        self._answers = self._tokens = self._wrong = self._caught = 0
+        self._largest = 0.0
 
     def over(self, answers: Sequence[LabelledAnswer], head: Version) -> None:
         """Score ``answers`` from the first version to ``head``."""
-        last = max(answer.policy[-1].version for answer in answers)
-        if last > head:
-            raise CorruptError(f"an answer claims version {last}, but the newest is {head}")
-        for number in range(self._replayer.version, last + 1):
+        claimed = max(answer.policy[-1].version for answer in answers)
+        if claimed > head:
+            raise CorruptError(f"an answer claims version {claimed}, but the newest is {head}")
+        self._answers += len(answers)
+        false = [shifted(answer, head) for answer in answers]
+        for number in range(self._replayer.version, head + 1):
             version = Version(number)
             if version != self._replayer.version:
                 self._advance(version)
-            self._at(version, touching(answers, version))
-            _log.info("version %d of %d: %d tokens, %d differ", version, last, self.tokens, self.wrong)
+            self._at(version, touching(answers, version), [a for a in false if a.policy[0].version == version])
+            _log.info("version %d of %d: %d tokens, %d differ", version, head, self._tokens, self._wrong)
+
+    def verdict(self) -> LabelCheck:
+        """What the walk found."""
+        return LabelCheck(
+            tokens=self._tokens,
+            mislabelled=self._wrong,
+            largest_difference=self._largest,
+            tolerance=self._limit,
+            answers=self._answers,
+            shifted_caught=self._caught,
+        )
 
     def _advance(self, version: Version) -> None:
         manifest = self._fetcher.manifest(version)
@@ -154,58 +148,65 @@ class Walk:
             prepared = prepare_delta(self._replayer, manifest, self._fetcher.bodies(manifest), 1, Stop())
         self._replayer.commit(() if prepared is None else prepared.writes, version)
 
-    def _at(self, version: Version, answers: Sequence[LabelledAnswer]) -> None:
-        """Score what claims ``version``: the resident ones, then the others as slots are free."""
-        waiting = [answer for answer in answers if answer.key not in self._resident]
-        batch = [answer for answer in answers if answer.key in self._resident]
-        while batch or waiting:
+    def _at(self, version: Version, answers: Sequence[LabelledAnswer], false: Sequence[LabelledAnswer]) -> None:
+        """Score what claims ``version``: answers in a slot first, so that slots are free for the others."""
+        self._score(version, [answer for answer in answers if answer.key in self._resident])
+        for group in _groups(false, self._free()):
+            self._probe(group)
+        fresh = [answer for answer in answers if answer.policy[0].version == version]
+        while fresh:
+            batch, fresh = fresh[: self._free()], fresh[self._free() :]
+            self._replayer.begin({str(answer.key): _start(answer) for answer in batch})
+            self._resident |= {answer.key for answer in batch}
             self._score(version, batch)
-            free = self._replayer.slots - len(self._resident)
-            batch, waiting = waiting[:free], waiting[free:]
-            if waiting and not batch:
-                raise InvalidInputError(
-                    f"more answers cross version {version} than there are slots",
-                    hint="replay with the replicas' --slots",
-                )
-            self._begin(batch)
 
-    def _begin(self, batch: Sequence[LabelledAnswer]) -> None:
-        fresh = [answer for answer in batch if self._patient or answer.key not in self.caught]
-        self._replayer.begin({str(a.key): (a.prompt_ids, SamplingSpec(max_tokens=len(a.token_ids))) for a in fresh})
-        self._resident |= {answer.key for answer in fresh}
+    def _free(self) -> int:
+        """Slots without an answer.
+
+        Raises:
+            InvalidInputError: There is none: more answers crossed a swap than the replay has slots.
+        """
+        free = self._replayer.slots - len(self._resident)
+        if free < 1:
+            raise InvalidInputError("more answers crossed a swap than there are slots", hint="replay with more --slots")
+        return free
 
     def _score(self, version: Version, batch: Sequence[LabelledAnswer]) -> None:
-        spans = {answer.key: answer.span_of(version) for answer in batch if answer.key in self._resident}
-        answers = {answer.key: answer for answer in batch}
-        open_spans = {key: span for key, span in spans.items() if span is not None}
-        done = 0
-        while open_spans:
-            pieces = {
-                key: slice(span.start + done, min(span.end, span.start + done + self._stride))
-                for key, span in open_spans.items()
-            }
-            found = self._replayer.extend({str(key): answers[key].token_ids[at] for key, at in pieces.items()})
-            for key, at in pieces.items():
-                self._compare(answers[key], at, found[str(key)])
-            done += self._stride
-            open_spans = {
-                key: span
-                for key, span in open_spans.items()
-                if span.start + done < span.end and (self._patient or key not in self.caught)
-            }
+        """Force the tokens that claim ``version``; answers that end in it leave their slots."""
+        pieces = {answer.key: span for answer in batch if (span := answer.span_of(version))}
+        tokens = {str(answer.key): answer.token_ids[_slice(pieces[answer.key])] for answer in batch}
+        found = self._replayer.extend(tokens)
         for answer in batch:
-            if answer.policy[-1].version == version or (not self._patient and answer.key in self.caught):
+            reported = answer.logprobs[_slice(pieces[answer.key])]
+            recomputed = found[str(answer.key)]
+            self._tokens += len(recomputed)
+            self._wrong += mislabelled(reported, recomputed, self._limit)
+            self._largest = max(self._largest, *_differences(reported, recomputed))
+            if answer.policy[-1].version == version:
                 self._replayer.drop(str(answer.key))
                 self._resident.discard(answer.key)
 
-    def _compare(self, answer: LabelledAnswer, at: slice, found: Sequence[float]) -> None:
-        reported = answer.logprobs[at]
-        wrong = mislabelled(reported, found, self._limit)
-        self.tokens += len(found)
-        self.wrong += wrong
-        self.largest = max([self.largest, *(abs(left - right) for left, right in zip(reported, found, strict=True))])
-        if wrong:
-            self.caught.add(answer.key)
+    def _probe(self, group: Sequence[LabelledAnswer]) -> None:
+        """Count the falsely labelled answers that their first tokens give away."""
+        self._replayer.begin({f"false {answer.key}": _start(answer) for answer in group})
+        ends = {answer.key: min(answer.policy[0].end, _PROBE_TOKENS) for answer in group}
+        found = self._replayer.extend({f"false {a.key}": a.token_ids[: ends[a.key]] for a in group})
+        for answer in group:
+            recomputed = found[f"false {answer.key}"]
+            self._caught += mislabelled(answer.logprobs[: ends[answer.key]], recomputed, self._limit) > 0
+            self._replayer.drop(f"false {answer.key}")
+
+
+def _start(answer: LabelledAnswer) -> tuple[tuple[int, ...], SamplingSpec]:
+    return answer.prompt_ids, SamplingSpec(max_tokens=len(answer.token_ids))
+
+
+def _slice(span: PolicySpan) -> slice:
+    return slice(span.start, span.end)
+
+
+def _differences(reported: Sequence[float], recomputed: Sequence[float]) -> list[float]:
+    return [abs(left - right) for left, right in zip(reported, recomputed, strict=True)]
 
 
 def _open(fetcher: Fetcher, settings: ReplaySettings) -> Replayer:
@@ -223,10 +224,7 @@ def _noise(replayer: Replayer, answers: Sequence[LabelledAnswer]) -> float:
     alone: dict[int, list[float]] = {}
     for answer in chosen[:: max(1, len(chosen) // 4)]:
         alone |= _forced(replayer, [answer])
-    return max(
-        (abs(left - right) for key in alone for left, right in zip(alone[key], together[key], strict=True)),
-        default=0.0,
-    )
+    return max(gap for key in alone for gap in _differences(alone[key], together[key]))
 
 
 def _groups(answers: Sequence[LabelledAnswer], size: int) -> Iterator[Sequence[LabelledAnswer]]:
@@ -235,7 +233,7 @@ def _groups(answers: Sequence[LabelledAnswer], size: int) -> Iterator[Sequence[L
 
 
 def _forced(replayer: Replayer, answers: Sequence[LabelledAnswer]) -> dict[int, list[float]]:
-    replayer.begin({str(a.key): (a.prompt_ids, SamplingSpec(max_tokens=len(a.token_ids))) for a in answers})
+    replayer.begin({str(answer.key): _start(answer) for answer in answers})
     found = replayer.extend({str(answer.key): answer.token_ids for answer in answers})
     for answer in answers:
         replayer.drop(str(answer.key))
