@@ -6,7 +6,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 
 
 @contextmanager
-def demo(out: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
+def demo(out: Path, *options: str) -> Generator[subprocess.Popen[str]]:
     """A demo under way, its output readable line by line; ended whatever the test does."""
     command = [sys.executable, "-m", "slackwater.cli.main", "demo", "--plain", "--out", str(out), *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

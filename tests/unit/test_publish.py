@@ -414,3 +414,30 @@ def test_the_head_hint_is_small_json(model: Path) -> None:
     bucket = MemoryBucket()
     Publisher(bucket, RUN).publish(StateDictSource(weights()), step=0, folder_files=model)
     assert json.loads(bucket.get(head_key(RUN), max_bytes=100)) == {"version": 0}
+
+
+def test_an_anchor_heals_a_chain_whose_objects_are_broken(model: Path) -> None:
+    bucket = MemoryBucket()
+    publisher = Publisher(bucket, RUN)
+    publisher.publish(StateDictSource(weights()), step=0, folder_files=model)
+    publisher.publish(StateDictSource(trained(weights(), 1)), step=1)
+    (blob,) = keys(bucket, "/blobs/")
+    bucket.put(blob, b"\xff" * len(bucket.get(blob, max_bytes=1 << 20)))
+    with pytest.raises(CorruptError):
+        Publisher(bucket, RUN).publish(StateDictSource(weights(2)), step=2, folder_files=model)
+    healed = Publisher(bucket, RUN)
+    published = healed.publish(StateDictSource(weights(2)), step=2, folder_files=model, anchor=True)
+    assert (published.version, published.kind) == (2, "anchor")
+    assert restored(bucket, 2) == all_bits(StateDictSource(weights(2)))
+    assert healed.publish(StateDictSource(trained(weights(2), 3)), step=3).kind == "delta"
+    assert restored(bucket, 3) == all_bits(StateDictSource(trained(weights(2), 3)))
+
+
+def test_what_a_source_lacks_stays_as_it_is_and_is_told(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    bucket = MemoryBucket()
+    publisher = Publisher(bucket, RUN)
+    publisher.publish(StateDictSource(weights()), step=0, folder_files=model)
+    part = {name: value for name, value in weights().items() if name != "model.norm.bias"}
+    publisher.publish(StateDictSource(part), step=1)
+    assert restored(bucket, 1) == restored(bucket, 0)
+    assert "model.norm.bias" in caplog.text

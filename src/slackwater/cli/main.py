@@ -42,10 +42,13 @@ def publish(
 ) -> None:
     """Publish a folder as the run's next version: an anchor first, then deltas."""
     Ending.watch()
+    log.configure("publish")
     from slackwater.cli.publish import publish_folder
-    from slackwater.cli.show import show_published
+    from slackwater.cli.show import show_progress, show_published
 
-    show_published(publish_folder(folder, bucket, run_id(run), step=step, anchor=anchor))
+    with show_progress() as progress:
+        published = publish_folder(folder, bucket, run_id(run), step=step, anchor=anchor, progress=progress)
+    show_published(published)
 
 
 @app.command()

@@ -1,5 +1,6 @@
 """Settings of each process, as the command line fills them."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +53,9 @@ class GatewaySettings:
     """Seconds between looks at each replica's health."""
 
 
+_BASE_URL = re.compile(r"https?://(\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?/?")
+
+
 def parse_replicas(words: Sequence[str]) -> dict[ReplicaId, str]:
     """Read ``name=http://host:port`` words.
 
@@ -61,7 +65,7 @@ def parse_replicas(words: Sequence[str]) -> dict[ReplicaId, str]:
     found: dict[ReplicaId, str] = {}
     for word in words:
         name, equals, url = word.partition("=")
-        if not equals or not url.startswith(("http://", "https://")):
+        if not equals or not _BASE_URL.fullmatch(url):
             raise InvalidInputError(f"{word[:80]!r} names no replica", hint="write name=http://host:port")
         if name in found:
             raise InvalidInputError(f"the replica {name!r} is named twice", hint="give each a name of its own")

@@ -11,7 +11,7 @@ from typing import BinaryIO, Final, TypeVar
 
 from slackwater.bucket.base import Get
 from slackwater.checkpoint.manifest import ObjectRef
-from slackwater.errors import AuthError, CorruptError, NotFoundError, UnavailableError
+from slackwater.errors import AuthError, CorruptError, InvalidInputError, NotFoundError, UnavailableError
 
 T = TypeVar("T")
 
@@ -19,6 +19,7 @@ PIECE_BYTES: Final = 16 * 1024 * 1024
 """What one call fetches at most: the unit of a retry and of resuming."""
 
 _REFUSED: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+_MISPLACED: Final = frozenset({errno.ENOTDIR, errno.EISDIR, errno.EEXIST})
 _log = logging.getLogger(__name__)
 
 
@@ -92,6 +93,8 @@ def disk_errors(path: Path) -> Generator[None]:
         message = f"{path}: {error.strerror or type(error).__name__}"
         if error.errno in _REFUSED:
             raise AuthError(message, hint="give this user the right to the cache directory") from error
+        if error.errno in _MISPLACED:
+            raise InvalidInputError(message, hint="name a directory for the cache, not a file") from error
         raise UnavailableError(message, hint="free space on the cache's disk; it is tried again") from error
 
 

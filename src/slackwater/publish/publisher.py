@@ -33,7 +33,7 @@ from slackwater.ids import RunId, StateDigest, Version, run_id
 from slackwater.publish.draft import Draft, Label, Progress, draft_anchor, draft_delta
 from slackwater.publish.lineage import HeadHint, find_head, read_manifest
 from slackwater.publish.plan import check_fits, decide
-from slackwater.publish.restore import Restored, restore
+from slackwater.publish.restore import Restored, outline, restore
 from slackwater.weights.image import take_image
 from slackwater.weights.source import TensorSource
 
@@ -122,7 +122,7 @@ class Publisher:
             NotFoundError: The chain has no anchor, or the bucket doesn't exist.
         """
         publisher = cls(bucket, run, anchor_every=anchor_every, threads=threads, clock=clock, progress=progress)
-        publisher._sync()
+        publisher._sync(with_bits=True)
         return publisher
 
     @property
@@ -151,7 +151,7 @@ class Publisher:
         """
         if step < 0:
             raise InvalidInputError(f"step {step} is below 0")
-        self._sync()
+        self._sync(with_bits=not anchor)
         began = self._clock.monotonic()
         draft, bits = self._draft(source, step, folder_files, anchor=anchor)
         encoded = self._clock.monotonic()
@@ -164,12 +164,14 @@ class Publisher:
         self._write_hint(draft.manifest.version)
         return _report(draft, len(body), encode_s=encoded - began, upload_s=done - encoded)
 
-    def _sync(self) -> None:
+    def _sync(self, *, with_bits: bool) -> None:
+        """Learn the chain's head. A forced anchor needs no bits of it, so it heals a chain whose objects are broken."""
         if self._is_current:
             return
         head = find_head(self._bucket, self._run)
-        self._held = None if head is None else restore(self._bucket, self._run, head)
-        self._is_current = True
+        rebuild = restore if with_bits else outline
+        self._held = None if head is None else rebuild(self._bucket, self._run, head)
+        self._is_current = with_bits or head is None
 
     def _draft(
         self, source: TensorSource, step: int, folder_files: Path | None, *, anchor: bool
@@ -189,6 +191,9 @@ class Publisher:
         if held is None or kind == "anchor":
             image = take_image(source, folder_files)
             return draft_anchor(label, image, threads=self._threads), {n: image.bits(n) for n in image.specs()}
+        absent = sorted(set(held.table.tensors) - set(source.specs()))
+        if absent:
+            _LOG.warning("%d tensors are absent and stay as they are, %s among them", len(absent), absent[0])
         draft = draft_delta(label, source, held.table, held.bits, threads=self._threads, progress=self._progress)
         return draft, None
 
@@ -234,6 +239,7 @@ class Publisher:
         version = draft.manifest.version
         if image is not None:
             self._held = Restored(version=version, anchor=version, table=draft.table, bits=image)
+            self._is_current = True
         elif self._held is not None:
             self._is_current = False
             for name, tile, listed in _listed(draft.manifest):

@@ -1,7 +1,7 @@
 """A version's weights, rebuilt from the bucket and proved: what a publisher diffs against after a start."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -38,6 +38,26 @@ def restore(bucket: Get, run: RunId, version: Version) -> Restored:
         NotFoundError: The version isn't committed, or no anchor leads to it.
         CorruptError: A manifest, an object or a tile isn't what its digest says.
     """
+    chain = _chain(bucket, run, version)
+    bits = _load_anchor(bucket, chain[0])
+    for manifest in chain[1:]:
+        _apply_delta(bucket, manifest, bits)
+    return Restored(version=version, anchor=chain[0].version, table=_table(chain), bits=bits)
+
+
+def outline(bucket: Get, run: RunId, version: Version) -> Restored:
+    """A version without its bits, from the manifests alone: enough to publish an anchor on, whatever became of objects.
+
+    Raises:
+        NotFoundError: The version isn't committed, or no anchor leads to it.
+        CorruptError: A manifest contradicts itself or its parent.
+    """
+    chain = _chain(bucket, run, version)
+    return Restored(version=version, anchor=chain[0].version, table=_table(chain), bits={})
+
+
+def _chain(bucket: Get, run: RunId, version: Version) -> list[Manifest]:
+    """The manifests that make ``version``: an anchor, then deltas."""
     manifests: dict[Version, Manifest] = {}
 
     def kind_of(wanted: Version) -> Literal["anchor", "delta"] | None:
@@ -50,12 +70,14 @@ def restore(bucket: Get, run: RunId, version: Version) -> Restored:
     path = plan_path(None, version, kind_of)
     if path.anchor is None:
         raise InternalError(f"the path to version {version} of {run} begins nowhere")
-    table = StateTable.of_anchor(manifests[path.anchor])
-    bits = _load_anchor(bucket, manifests[path.anchor])
-    for number in path.deltas:
-        table = table.after(manifests[number])
-        _apply_delta(bucket, manifests[number], bits)
-    return Restored(version=version, anchor=path.anchor, table=table, bits=bits)
+    return [manifests[number] for number in (path.anchor, *path.deltas)]
+
+
+def _table(chain: Sequence[Manifest]) -> StateTable:
+    table = StateTable.of_anchor(chain[0])
+    for manifest in chain[1:]:
+        table = table.after(manifest)
+    return table
 
 
 def put_write(write: TileWrite, bits: Bits) -> None:

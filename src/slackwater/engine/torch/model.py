@@ -120,14 +120,18 @@ def _stored_specs(folder: Path) -> dict[str, TensorSpec]:
 
 def _from_pretrained(folder: Path) -> nn.Module:
     transformers.utils.logging.disable_progress_bar()
-    module: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
-        folder,
-        dtype="auto",
-        attn_implementation="sdpa",
-        local_files_only=True,
-        trust_remote_code=False,
-        use_safetensors=True,
-    )
+    try:
+        module: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype="auto",
+            attn_implementation="sdpa",
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+        )
+    except (ValueError, KeyError, OSError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        raise UnsupportedError(f"transformers can't load {folder}: {first}", hint="compare its config.json") from error
     module.eval()
     for parameter in module.parameters():
         parameter.requires_grad = False
