@@ -23,10 +23,11 @@ class GrpoConfig:
     """Settings of the optimiser."""
 
     lr: float = 2e-4
-    clip_low: float = 0.2
-    """The ratio counts down to 1 - this."""
-    clip_high: float = 0.28
-    """The ratio counts up to 1 + this (the wider upper bound is DAPO's, arXiv 2503.14476)."""
+    clip_low: float = 0.5
+    """The ratio counts down to 1 - this. Wider than the usual 0.2, as ``clip_high`` is: answers are up to one version
+    old, and a tight clip would leave many of their tokens without a gradient."""
+    clip_high: float = 1.0
+    """The ratio counts up to 1 + this."""
     max_grad_norm: float = 1.0
     betas: tuple[float, float] = (0.9, 0.95)
 
