@@ -31,8 +31,8 @@ test-engines: $(READY) ## tests with vLLM, Ray and TRL (none yet in this version
 	@echo "test-engines: this version has the embedded engine alone; make test proves it"
 
 check: $(READY) ## format, lint, strict types, docs, layers
-	$(BIN)/ruff format --check src tests examples
-	$(BIN)/ruff check src tests examples
+	$(BIN)/ruff format --check src tests scripts
+	$(BIN)/ruff check src tests scripts
 	$(BIN)/pyright
 	$(BIN)/pytest -q tests/unit/test_layers.py tests/unit/test_public_api.py tests/unit/test_import_cost.py tests/unit/test_docs.py
 
@@ -40,8 +40,8 @@ bench-demo: $(READY) ## the demo as a benchmark: last line is one JSON object
 	$(BIN)/slackwater demo $(ARGS)
 
 format: $(READY) ## rewrite to the house format
-	$(BIN)/ruff format src tests examples
-	$(BIN)/ruff check --fix src tests examples
+	$(BIN)/ruff format src tests scripts
+	$(BIN)/ruff check --fix src tests scripts
 
 lock: ## write requirements.lock anew from requirements.in (needs pip-tools)
 	$(PYTHON) scripts/lock.py
