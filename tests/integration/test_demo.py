@@ -47,13 +47,13 @@ def children(out: Path) -> dict[int, str]:
                 words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
             except OSError:
                 continue
-            if str(out / "work") in " ".join(words) and "--supervised" in words:
+            if str(out) in " ".join(words) and "--supervised" in words:
                 found[int(entry.name)] = " ".join(words)
     return found
 
 
-def test_a_run_goes_on_when_a_replica_is_killed(tmp_path: Path) -> None:
-    with demo(tmp_path, "--steps", "4") as process:
+def test_a_run_over_s3_goes_on_when_a_replica_is_killed(tmp_path: Path, s3_bucket_name: str) -> None:
+    with demo(tmp_path, "--steps", "4", "--bucket", f"s3://{s3_bucket_name}/runs") as process:
         until(process, "step   0")
         (victim,) = [number for number, words in children(tmp_path).items() if "--name replica-1" in words]
         os.kill(victim, signal.SIGKILL)
