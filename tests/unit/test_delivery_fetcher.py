@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -179,6 +180,32 @@ def test_an_anchor_on_the_disk_costs_no_call(fetcher: Fetcher, memory: MemoryBuc
     before = bucket.count("get")
     fetcher.anchor(anchor)
     assert bucket.count("get") == before
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+@pytest.mark.parametrize("spoil", [lambda path: path.write_bytes(b"spoilt"), lambda path: path.unlink()])
+def test_f10_a_file_that_changed_on_the_disk_comes_again_and_only_that_one(
+    fetcher: Fetcher, memory: MemoryBucket, bucket: FaultyBucket, name: str, spoil: Callable[[Path], object]
+) -> None:
+    anchor = anchor_of(memory)
+    folder = fetcher.anchor(anchor)
+    spoil(folder / name)
+    before = bucket.count("get")
+    assert contents(fetcher.anchor(anchor)) == FILES
+    assert bucket.count("get") == before + 1
+
+
+def test_a_stray_file_in_an_anchors_folder_is_not_served(fetcher: Fetcher, memory: MemoryBucket) -> None:
+    anchor = anchor_of(memory)
+    (fetcher.anchor(anchor) / "adapter.safetensors").write_bytes(b"stray")
+    assert contents(fetcher.anchor(anchor)) == FILES
+
+
+def test_older_anchors_leave_the_disk(fetcher: Fetcher, memory: MemoryBucket, tmp_path: Path) -> None:
+    anchors = [anchor_of(memory, version) for version in range(4)]
+    for anchor in anchors:
+        fetcher.anchor(anchor)
+    assert {path.name[:8] for path in (tmp_path / "anchors").iterdir()} == {"00000002", "00000003"}
 
 
 def test_two_threads_bring_one_anchor_once(fetcher: Fetcher, memory: MemoryBucket, bucket: FaultyBucket) -> None:

@@ -52,7 +52,9 @@ RECORD = Record(
         SwapRecord(replica="replica-0", version=index, prepare_s=0.5, pause_s=index / 1e3) for index in range(1, 11)
     ),
     answers=(answer("stop", (0, 0, 1), (1, 1, 2)), answer("length", (1, 0, 2))),
-    labels=LabelCheck(tokens=4, mislabelled=0, largest_difference=0.0, tolerance=1e-3, answers=2, shifted_caught=2),
+    labels=LabelCheck(
+        tokens=4, mislabelled=0, largest_difference=0.0, tolerance=1e-3, answers=2, unchecked=0, shifted_caught=2
+    ),
     byte_exact=True,
     restarts=0,
     wall_s=12.0,
@@ -76,6 +78,7 @@ def test_the_figures_are_those_of_the_record() -> None:
         replace(RECORD, byte_exact=False),
         replace(RECORD, labels=replace(RECORD.labels, mislabelled=1)),
         replace(RECORD, labels=replace(RECORD.labels, shifted_caught=1)),
+        replace(RECORD, labels=replace(RECORD.labels, unchecked=1)),
         replace(RECORD, answers=(*RECORD.answers, answer("abort", (1, 0, 2)))),
     ],
 )

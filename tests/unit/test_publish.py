@@ -441,3 +441,34 @@ def test_what_a_source_lacks_stays_as_it_is_and_is_told(model: Path, caplog: pyt
     publisher.publish(StateDictSource(part), step=1)
     assert restored(bucket, 1) == restored(bucket, 0)
     assert "model.norm.bias" in caplog.text
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "chat_template.jinja", "generation_config.json"])
+def test_an_anchor_with_another_config_or_tokenizer_is_another_model(model: Path, file: str) -> None:
+    bucket = MemoryBucket()
+    publisher = Publisher(bucket, RUN)
+    publisher.publish(StateDictSource(weights()), step=0, folder_files=model)
+    before = (model / file).read_bytes() if (model / file).exists() else None
+    (model / file).write_text('{"rms_norm_eps": 0.5}')
+    for opened in (publisher, Publisher(bucket, RUN)):
+        with pytest.raises(InvalidInputError, match=file):
+            opened.publish(StateDictSource(weights()), step=1, folder_files=model, anchor=True)
+    assert find_head(bucket, RUN) == 0
+    if before is None:
+        (model / file).unlink()
+    else:
+        (model / file).write_bytes(before)
+    assert publisher.publish(StateDictSource(weights()), step=1, folder_files=model, anchor=True).version == 1
+
+
+def test_a_blob_that_was_spoilt_is_sent_again_when_its_bytes_come_back(model: Path) -> None:
+    bucket = MemoryBucket()
+    publisher = Publisher(bucket, RUN)
+    one, two = weights(), trained(weights(), 1)
+    publisher.publish(StateDictSource(one), step=0, folder_files=model)
+    publisher.publish(StateDictSource(two), step=1)
+    (blob,) = keys(bucket, "/blobs/")
+    publisher.publish(StateDictSource(one), step=2)
+    bucket.put(blob, b"\xff" * len(bucket.get(blob, max_bytes=1 << 20)))
+    publisher.publish(StateDictSource(two), step=3)
+    assert restored(bucket, 3) == all_bits(StateDictSource(two))

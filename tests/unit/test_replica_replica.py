@@ -8,7 +8,7 @@ from replica_rig import RUN, SPECS, Rig, request, until, weights_at
 
 from slackwater.checkpoint.tensor import TensorSpec
 from slackwater.errors import AuthError, ConflictError, NotFoundError, SwapError, UnavailableError
-from slackwater.ids import Version
+from slackwater.ids import ObjectDigest, Version
 from slackwater.replica.status import Mode, State
 from slackwater.replica.swap import Stage
 from slackwater.rollout.evidence import Finish, spans
@@ -287,6 +287,17 @@ async def test_a1_13_another_shape_is_refused_before_a_byte_is_fetched(tmp_path:
     assert rig.engine.commits == 1
     assert manifest.version == 1
     await rig.close()
+
+
+async def test_an_anchor_with_another_config_is_refused_and_the_old_version_serves(rig: Rig) -> None:
+    await rig.start()
+    assert rig.replica._exchange is not None
+    rig.replica._exchange._side_files = {"config.json": ObjectDigest("another")}
+    rig.publish(anchor=True)
+    await rig.replica.set_target(Version(1))
+    status = await rig.replica.settled()
+    assert status.last_error is not None
+    assert (status.last_error.kind, status.version, status.state) == ("conflict", 0, State.SERVING)
 
 
 async def test_a1_15_the_same_target_twice_is_no_new_work(rig: Rig) -> None:

@@ -70,3 +70,8 @@ def test_spans_that_do_not_cover_the_tokens_are_refused() -> None:
 def test_what_stays_resident_over_the_next_swap_comes_last() -> None:
     early, ending, crossing = answer(0, 1, 2), answer(1, 2, 2), answer(2, 2, 3)
     assert touching([crossing, ending, early, answer(3, 1)], Version(2)) == [early, ending, crossing]
+
+
+def test_an_answer_over_a_rollback_is_legal_and_does_not_rise() -> None:
+    assert answer(0, 7, 8).rises
+    assert not answer(0, 8, 8, 7).rises

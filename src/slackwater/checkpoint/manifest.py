@@ -112,6 +112,18 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Anchor: file name in the Hugging Face folder to index into ``objects``. Empty in a delta."""
 
     @property
+    def side_files(self) -> dict[str, ObjectDigest]:
+        """Digests of an anchor's files that hold no tensors but change what a model does: config, tokenizer, template.
+
+        One lineage has one set of them: the same weights under another config are another model.
+        """
+        return {
+            name: self.objects[index].sha256
+            for name, index in self.files.items()
+            if not name.endswith((".safetensors", ".safetensors.index.json", ".md"))
+        }
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of all its objects."""
         return sum(item.size for item in self.objects)

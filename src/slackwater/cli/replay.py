@@ -66,8 +66,12 @@ def run_replay(settings: ReplaySettings) -> None:
         raise NotFoundError(f"the run {settings.run} has no version", hint="check --bucket and --run")
     replayer = _open(fetcher, settings)
     walk = Walk(replayer, fetcher, tolerance(_noise(replayer, answers)))
-    walk.over(answers, head)
-    sys.stdout.write(msgspec.json.encode(walk.verdict()).decode() + "\n")
+    rising = [answer for answer in answers if answer.rises]
+    if len(rising) < len(answers):
+        _log.warning("%d answers crossed a rollback and are left out", len(answers) - len(rising))
+    walk.over(rising, head)
+    verdict = walk.verdict(unchecked=len(answers) - len(rising))
+    sys.stdout.write(msgspec.json.encode(verdict).decode() + "\n")
 
 
 def read_answers(settings: ReplaySettings) -> list[LabelledAnswer]:
@@ -117,7 +121,7 @@ class Walk:
 
     def over(self, answers: Sequence[LabelledAnswer], head: Version) -> None:
         """Score ``answers`` from the first version to ``head``."""
-        claimed = max(answer.policy[-1].version for answer in answers)
+        claimed = max((answer.policy[-1].version for answer in answers), default=head)
         if claimed > head:
             raise CorruptError(f"an answer claims version {claimed}, but the newest is {head}")
         self._answers += len(answers)
@@ -129,14 +133,15 @@ class Walk:
             self._at(version, touching(answers, version), [a for a in false if a.policy[0].version == version])
             _log.info("version %d of %d: %d tokens, %d differ", version, head, self._tokens, self._wrong)
 
-    def verdict(self) -> LabelCheck:
-        """What the walk found."""
+    def verdict(self, *, unchecked: int) -> LabelCheck:
+        """What the walk found; ``unchecked`` answers were not given to it."""
         return LabelCheck(
             tokens=self._tokens,
             mislabelled=self._wrong,
             largest_difference=self._largest,
             tolerance=self._limit,
             answers=self._answers,
+            unchecked=unchecked,
             shifted_caught=self._caught,
         )
 
@@ -151,8 +156,9 @@ class Walk:
     def _at(self, version: Version, answers: Sequence[LabelledAnswer], false: Sequence[LabelledAnswer]) -> None:
         """Score what claims ``version``: answers in a slot first, so that slots are free for the others."""
         self._score(version, [answer for answer in answers if answer.key in self._resident])
-        for group in _groups(false, self._free()):
-            self._probe(group)
+        if len(self._resident) < self._replayer.slots:  # else those probes count as not caught
+            for group in _groups(false, self._free()):
+                self._probe(group)
         fresh = [answer for answer in answers if answer.policy[0].version == version]
         while fresh:
             batch, fresh = fresh[: self._free()], fresh[self._free() :]

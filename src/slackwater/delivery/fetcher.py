@@ -1,6 +1,8 @@
 """From a bucket to verified bytes: manifests, whole anchors on the local disk, a delta's packs in memory."""
 
 import logging
+import os
+import shutil
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,13 +23,15 @@ from slackwater.checkpoint.manifest import (
     decode_manifest,
 )
 from slackwater.delivery.cache import BlobCache
-from slackwater.delivery.objects import disk_errors, read_object, save_object, twice
+from slackwater.delivery.objects import disk_errors, is_intact, read_object, save_object, twice
 from slackwater.errors import CorruptError, InvalidInputError, NotFoundError, UnavailableError
 from slackwater.ids import RunId, Version, snapshot_name
 
 T = TypeVar("T")
 U = TypeVar("U")
 
+KEPT_ANCHORS: Final = 2
+"""Anchor folders that stay on the disk."""
 CACHE_BYTES: Final = 8 * 1024**3
 """What packs may take of the disk unless the caller says otherwise."""
 
@@ -126,7 +130,10 @@ class Fetcher:
         return twice(lambda: self._manifest(version))
 
     def anchor(self, manifest: Manifest) -> Path:
-        """Bring an anchor's files to the disk: an ordinary Hugging Face folder, verified before it appears.
+        """Bring an anchor's files to the disk: an ordinary Hugging Face folder, every file verified at each call.
+
+        A file that has changed since it came is fetched again. The folders of the `KEPT_ANCHORS` anchors that were
+        asked for last are kept, older ones are deleted.
 
         Raises:
             InvalidInputError: The manifest is a delta's.
@@ -138,8 +145,10 @@ class Fetcher:
             raise InvalidInputError(f"version {manifest.version} is a delta and has no folder")
         folder = self._anchors / f"{manifest.version:08d}-{manifest.state[:16]}"
         with self._anchor_lock, disk_errors(folder):
-            if not folder.is_dir():
+            if not self._is_whole(manifest, folder):
                 self._fetch_folder(manifest, folder)
+            os.utime(folder)
+            self._drop_older_anchors()
         return folder
 
     def bodies(self, manifest: Manifest) -> Bodies:
@@ -198,8 +207,24 @@ class Fetcher:
             raise CorruptError(f"{key} is the manifest of {snapshot_name(manifest.run, manifest.version)}")
         return manifest
 
+    def _is_whole(self, manifest: Manifest, folder: Path) -> bool:
+        def intact(item: tuple[str, int]) -> bool:
+            name, index = item
+            return is_intact(folder / name, manifest.objects[index])
+
+        names = {path.name for path in folder.iterdir()} if folder.is_dir() else set[str]()
+        return names == manifest.files.keys() and all(self._parallel(intact, manifest.files.items()))
+
+    def _drop_older_anchors(self) -> None:
+        folders = [path for path in self._anchors.iterdir() if not path.name.startswith(".")]
+        for old in sorted(folders, key=lambda path: path.stat().st_mtime_ns)[:-KEPT_ANCHORS]:
+            shutil.rmtree(old)
+
     def _fetch_folder(self, manifest: Manifest, folder: Path) -> None:
         partial = folder.with_name(f".partial-{folder.name}")
+        if folder.is_dir():  # damaged: what is still right in it need not come again
+            shutil.rmtree(partial, ignore_errors=True)
+            folder.replace(partial)
         partial.mkdir(parents=True, exist_ok=True)
 
         def save(item: tuple[str, int]) -> None:

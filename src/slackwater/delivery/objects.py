@@ -60,7 +60,7 @@ def save_object(source: Get, ref: ObjectRef, path: Path) -> None:
     part = path.with_name(f".{path.name}.part")
     with disk_errors(path):
         if path.exists():
-            if path.stat().st_size == ref.size and _hash_file(path) == ref.sha256:
+            if is_intact(path, ref):
                 return
             path.unlink()
         with part.open("a+b") as file:
@@ -69,6 +69,11 @@ def save_object(source: Get, ref: ObjectRef, path: Path) -> None:
             part.unlink()
         _compare(ref, found)
         part.replace(path)
+
+
+def is_intact(path: Path, ref: ObjectRef) -> bool:
+    """Whether a file is there with an object's size and digest."""
+    return path.is_file() and path.stat().st_size == ref.size and _hash_file(path) == ref.sha256
 
 
 def twice(fetch: Callable[[], T]) -> T:

@@ -48,6 +48,20 @@ def check_fits(kind: Literal["anchor", "delta"], held: Mapping[str, TensorSpec],
         )
 
 
+def check_side_files(held: Mapping[str, str], new: Mapping[str, str]) -> None:
+    """Check an anchor's config, tokenizer and template against those of the lineage, by digest.
+
+    Raises:
+        InvalidInputError: One differs, is new or is missing; it is named.
+    """
+    for file in sorted(held.keys() | new.keys()):
+        if held.get(file) != new.get(file):
+            raise InvalidInputError(
+                f"{file} isn't that of this lineage: the same weights would be another model",
+                hint="keep the folder's files as they were, or publish under another run",
+            )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packs:
     """Bodies laid end to end in blobs."""

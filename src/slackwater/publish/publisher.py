@@ -8,7 +8,7 @@ leaves the lineage at the version before or at this one.
 import logging
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final, Literal, Self
@@ -16,7 +16,7 @@ from typing import Final, Literal, Self
 import msgspec
 
 from slackwater.bucket.base import Bucket
-from slackwater.checkpoint.digest import tile_digest
+from slackwater.checkpoint.digest import object_digest, tile_digest
 from slackwater.checkpoint.keys import head_key, manifest_key
 from slackwater.checkpoint.manifest import (
     MAX_MANIFEST_BYTES,
@@ -32,7 +32,7 @@ from slackwater.errors import CorruptError, InvalidInputError, LostRaceError, No
 from slackwater.ids import RunId, StateDigest, Version, run_id
 from slackwater.publish.draft import Draft, Label, Progress, draft_anchor, draft_delta
 from slackwater.publish.lineage import HeadHint, find_head, read_manifest
-from slackwater.publish.plan import check_fits, decide
+from slackwater.publish.plan import check_fits, check_side_files, decide
 from slackwater.publish.restore import Restored, outline, restore
 from slackwater.weights.image import take_image
 from slackwater.weights.source import TensorSource
@@ -190,7 +190,10 @@ class Publisher:
         )
         if held is None or kind == "anchor":
             image = take_image(source, folder_files)
-            return draft_anchor(label, image, threads=self._threads), {n: image.bits(n) for n in image.specs()}
+            draft = draft_anchor(label, image, threads=self._threads)
+            if held is not None:
+                check_side_files(held.side_files, draft.manifest.side_files)
+            return draft, {name: image.bits(name) for name in image.specs()}
         absent = sorted(set(held.table.tensors) - set(source.specs()))
         if absent:
             _LOG.warning("%d tensors are absent and stay as they are, %s among them", len(absent), absent[0])
@@ -212,13 +215,11 @@ class Publisher:
         return ref.size
 
     def _is_there(self, ref: ObjectRef) -> bool:
-        if ref.size == 0:
-            return False
+        """Whether the object is there and right. Its name alone proves nothing: it may have been spoilt since."""
         try:
-            self._bucket.get_range(ref.key, ref.size - 1, 1)
+            return object_digest(self._bucket.get(ref.key, max_bytes=ref.size)) == ref.sha256
         except (NotFoundError, CorruptError):
             return False
-        return True
 
     def _commit(self, manifest: Manifest, body: bytes) -> None:
         key = manifest_key(self._run, manifest.version)
@@ -238,14 +239,16 @@ class Publisher:
     def _advance(self, draft: Draft, source: TensorSource, image: Mapping[str, Bits] | None) -> None:
         version = draft.manifest.version
         if image is not None:
-            self._held = Restored(version=version, anchor=version, table=draft.table, bits=image)
+            self._held = Restored(
+                version=version, anchor=version, side_files=draft.manifest.side_files, table=draft.table, bits=image
+            )
             self._is_current = True
         elif self._held is not None:
             self._is_current = False
             for name, tile, listed in _listed(draft.manifest):
                 _copy_tile(name, tile, listed, source, self._held.bits)
             held = self._held
-            self._held = Restored(version=version, anchor=held.anchor, table=draft.table, bits=held.bits)
+            self._held = replace(held, version=version, table=draft.table)
             self._is_current = True
 
     def _write_hint(self, version: Version) -> None:

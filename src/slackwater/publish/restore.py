@@ -15,7 +15,7 @@ from slackwater.checkpoint.manifest import Manifest, ObjectRef, TensorEntry, Til
 from slackwater.checkpoint.state import StateTable
 from slackwater.checkpoint.tensor import Bits, Tile, TileWrite, tile_at
 from slackwater.errors import CorruptError, InternalError, NotFoundError
-from slackwater.ids import RunId, Version
+from slackwater.ids import ObjectDigest, RunId, Version
 from slackwater.publish.lineage import read_manifest
 
 
@@ -26,6 +26,8 @@ class Restored:
     version: Version
     anchor: Version
     """The anchor that its chain begins with."""
+    side_files: Mapping[str, ObjectDigest]
+    """Digests of the anchor's config, tokenizer and template."""
     table: StateTable
     bits: Mapping[str, Bits]
     """Every tensor, flat and writable."""
@@ -42,7 +44,7 @@ def restore(bucket: Get, run: RunId, version: Version) -> Restored:
     bits = _load_anchor(bucket, chain[0])
     for manifest in chain[1:]:
         _apply_delta(bucket, manifest, bits)
-    return Restored(version=version, anchor=chain[0].version, table=_table(chain), bits=bits)
+    return _restored(chain, bits)
 
 
 def outline(bucket: Get, run: RunId, version: Version) -> Restored:
@@ -53,7 +55,7 @@ def outline(bucket: Get, run: RunId, version: Version) -> Restored:
         CorruptError: A manifest contradicts itself or its parent.
     """
     chain = _chain(bucket, run, version)
-    return Restored(version=version, anchor=chain[0].version, table=_table(chain), bits={})
+    return _restored(chain, {})
 
 
 def _chain(bucket: Get, run: RunId, version: Version) -> list[Manifest]:
@@ -73,11 +75,17 @@ def _chain(bucket: Get, run: RunId, version: Version) -> list[Manifest]:
     return [manifests[number] for number in (path.anchor, *path.deltas)]
 
 
-def _table(chain: Sequence[Manifest]) -> StateTable:
+def _restored(chain: Sequence[Manifest], bits: Mapping[str, Bits]) -> Restored:
     table = StateTable.of_anchor(chain[0])
     for manifest in chain[1:]:
         table = table.after(manifest)
-    return table
+    return Restored(
+        version=chain[-1].version,
+        anchor=chain[0].version,
+        side_files=chain[0].side_files,
+        table=table,
+        bits=bits,
+    )
 
 
 def put_write(write: TileWrite, bits: Bits) -> None:

@@ -1,7 +1,7 @@
 """The first version of a replica: wait for an anchor, load it, and prove what was loaded."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +12,7 @@ from slackwater.checkpoint.state import StateTable
 from slackwater.clock import Clock
 from slackwater.engine.base import Engine
 from slackwater.errors import CorruptError, NotFoundError
-from slackwater.ids import Version
+from slackwater.ids import ObjectDigest, Version
 from slackwater.replica.prepare import check_tensors, first_difference, listed
 from slackwater.replica.race import Stop, joined
 from slackwater.replica.route import Route
@@ -29,6 +29,8 @@ class Booted:
     engine: Engine
     version: Version
     table: StateTable
+    side_files: Mapping[str, ObjectDigest]
+    """Digests of the config, tokenizer and template that the engine was opened with."""
 
 
 async def await_head(source: VersionSource, clock: Clock, poll_s: float) -> Version:
@@ -76,7 +78,12 @@ async def boot(source: VersionSource, route: Route, target: Version, open_engine
         undo.push_async_callback(engine.close)
         await _prove(engine, manifest, threads)
         undo.pop_all()
-    return Booted(engine=engine, version=manifest.version, table=StateTable.of_anchor(manifest))
+    return Booted(
+        engine=engine,
+        version=manifest.version,
+        table=StateTable.of_anchor(manifest),
+        side_files=manifest.side_files,
+    )
 
 
 async def _prove(engine: Engine, manifest: Manifest, threads: int) -> None:

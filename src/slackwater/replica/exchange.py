@@ -10,7 +10,7 @@ from slackwater.checkpoint.manifest import Manifest
 from slackwater.checkpoint.state import StateTable
 from slackwater.clock import Clock
 from slackwater.engine.base import CommitReport, Staged
-from slackwater.errors import CorruptError, SlackwaterError, SwapError
+from slackwater.errors import ConflictError, CorruptError, SlackwaterError, SwapError
 from slackwater.ids import StateDigest, Version
 from slackwater.replica.boot import Booted
 from slackwater.replica.prepare import (
@@ -73,6 +73,7 @@ class Exchange:
         self.swap = Swap(version=booted.version)
         self.table = booted.table
         self._engine = booted.engine
+        self._side_files = booted.side_files
         self._source = source
         self._clock = clock
         self._limits = limits
@@ -164,6 +165,11 @@ class Exchange:
 
     async def _prepare(self, manifest: Manifest) -> _Ready | None:
         began = self._clock.monotonic()
+        if manifest.kind == "anchor" and manifest.side_files != self._side_files:
+            raise ConflictError(
+                f"version {manifest.version} comes with another config or tokenizer than the engine was opened with",
+                hint="another model needs another run",
+            )
         table = state_after(self._engine, self.table, manifest)
         decode = await first(asyncio.to_thread(self._fetch, manifest), self._stop.wait())
         prepared = None if decode is None else await joined(decode, self._stop)

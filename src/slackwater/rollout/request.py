@@ -64,6 +64,13 @@ class PolicyConstraint:
     exact_version: Version | None = None
     """Every token is sampled by this version; a swap ends the answer with `Finish.POLICY_CHANGED`."""
 
+    def __post_init__(self) -> None:
+        lower, exact = self.min_version, self.exact_version
+        if lower is not None and exact is not None and lower > exact:
+            raise InvalidInputError(
+                f"policy: min_version {lower} is above exact_version {exact}", hint="no version can meet both: drop one"
+            )
+
     def admits(self, version: Version) -> bool:
         """Whether ``version`` may sample the first token."""
         if self.exact_version is not None and version != self.exact_version:

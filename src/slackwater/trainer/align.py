@@ -36,11 +36,16 @@ class LabelledAnswer:
     def __post_init__(self) -> None:
         edges = [0, *(span.end for span in self.policy)]
         starts = [span.start for span in self.policy]
-        rising = all(left.version < right.version for left, right in pairwise(self.policy))
-        if not rising or starts != edges[:-1] or not len(self.token_ids) == len(self.logprobs) == edges[-1]:
+        folded = all(left.version != right.version for left, right in pairwise(self.policy))
+        if not folded or starts != edges[:-1] or not len(self.token_ids) == len(self.logprobs) == edges[-1]:
             raise InvalidInputError(
                 f"answer {self.key}: its policy spans don't cover its {len(self.token_ids)} tokens in order"
             )
+
+    @property
+    def rises(self) -> bool:
+        """Whether its versions rise, as they do unless a rollback or a hot-load to an older version came between."""
+        return all(left.version < right.version for left, right in pairwise(self.policy))
 
     def span_of(self, version: Version) -> PolicySpan | None:
         """The tokens that claim ``version``; None where none does."""

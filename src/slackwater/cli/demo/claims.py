@@ -33,6 +33,8 @@ class LabelCheck:
     tolerance: float
     """Nats."""
     answers: int
+    unchecked: int
+    """Answers whose versions fall, as over a rollback: one walk along the chain can't re-score them."""
     shifted_caught: int
     """Answers that the same check flags when all labels are one version off."""
 
@@ -94,6 +96,7 @@ def claims(record: Record) -> dict[str, float]:
         "tolerance_nats": record.labels.tolerance,
         "largest_difference_nats": record.labels.largest_difference,
         "answers_across_a_swap": sum(len(answer.policy) > 1 for answer in record.answers),
+        "answers_unchecked": record.labels.unchecked,
         "replica_restarts": record.restarts,
     }
 
@@ -106,6 +109,7 @@ def failures(figures: dict[str, float]) -> list[str]:
             figures["shifted_labels_caught"] >= MIN_SHIFTED_CAUGHT,
             "the label check does not catch shifted labels",
         ),
+        (figures["answers_unchecked"] == 0, "labels of answers were not checked"),
         (figures["aborted_requests"] == 0, "requests were aborted"),
         (figures["byte_exact"] == 1, "a replica's weights differ from the trainer's last published state"),
     )

@@ -226,6 +226,7 @@ class _Demo:
             largest_difference=max(part.largest_difference for part in found),
             tolerance=max(part.tolerance for part in found),
             answers=sum(part.answers for part in found),
+            unchecked=sum(part.unchecked for part in found),
             shifted_caught=sum(part.shifted_caught for part in found),
         )
 

@@ -137,8 +137,10 @@ class Core:
         self._version = version
         self._table.flip()
         self._prompt_logits.clear()
-        if self._filling:
-            self._filling.filled = self._filling.cached = 0
+        if row := self._filling:
+            row.filled = row.cached = 0
+            # The last chunk's keys reach beyond it: rows of the old weights would lie there, masked yet perhaps NaN.
+            self._store.reset_row(row.slot, source=row.slot, shared=0)
         gone = [row for row in self._rows.values() if row.made and self._bound_elsewhere(row)]
         for row in gone:
             self._drop(row)
@@ -248,6 +250,8 @@ class Core:
 
     def _accept(self, row: Row, drawn: Drawn | None) -> Event:
         if drawn is None:
+            self._table.fill(row.slot, 0)  # nothing of this slot is shared
+            self._prompt_logits.pop(row.slot, None)
             self._drop(row)
             where = f"version {self._version} made logits that are no numbers at position {row.position}"
             return Failed(key=row.key, error=CorruptError(where, hint="put the previous version back"))

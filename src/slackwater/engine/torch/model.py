@@ -8,6 +8,7 @@ from typing import Any, Final, cast
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
@@ -18,6 +19,19 @@ from slackwater.errors import CorruptError, NotFoundError, UnsupportedError
 SUPPORTED: Final = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Architectures whose forward pass the slots' attention mask and positions drive completely."""
 
+_LEAST_WINDOW: Final = 2
+_MISFITS: Final = (
+    StrictDataclassError,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What transformers and torch raise for a config of wrong types or sizes: few of its fields are checked."""
 _DTYPES: Final = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 
@@ -54,9 +68,11 @@ def load(folder: Path) -> LoadedModel:
     Raises:
         NotFoundError: The folder holds no ``config.json`` or no safetensors file.
         CorruptError: A file can't be parsed.
-        UnsupportedError: The architecture isn't one of `SUPPORTED`, or its tensors don't fit it.
+        UnsupportedError: The architecture isn't one of `SUPPORTED`, the config makes no model of it, or the
+            tensors don't fit it.
     """
     architecture = _architecture(folder)
+    ends = _generation_ends(folder)
     stored = _stored_specs(folder)
     module = _from_pretrained(folder)
     config: Any = module.config
@@ -70,11 +86,11 @@ def load(folder: Path) -> LoadedModel:
         specs=specs,
         dtype=cast("torch.dtype", config.dtype),
         vocab_size=int(config.vocab_size),
-        window=_window(config),
+        window=_window(folder, config),
         layers=int(config.num_hidden_layers),
         kv_heads=int(config.num_key_value_heads),
         head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads),
-        eos_token_ids=_eos(folder, config),
+        eos_token_ids=_listed(config.eos_token_id) if ends is None else ends,
     )
 
 
@@ -94,7 +110,7 @@ def _architecture(folder: Path) -> str:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value: Any = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CorruptError(f"{path} is no JSON: {error}", hint="fetch the folder again") from error
     if not isinstance(value, dict):
         raise CorruptError(f"{path} holds no JSON object", hint="fetch the folder again")
@@ -129,9 +145,12 @@ def _from_pretrained(folder: Path) -> nn.Module:
             trust_remote_code=False,
             use_safetensors=True,
         )
-    except (ValueError, KeyError, OSError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        raise UnsupportedError(f"transformers can't load {folder}: {first}", hint="compare its config.json") from error
+    except _MISFITS as error:
+        cause = f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
+        raise UnsupportedError(
+            f"transformers makes no model of {folder / 'config.json'}: {cause}",
+            hint="check its fields' types, and its sizes against the tensors' shapes",
+        ) from error
     module.eval()
     for parameter in module.parameters():
         parameter.requires_grad = False
@@ -153,16 +172,31 @@ def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
     return TensorSpec(name=name, dtype=dtype, shape=tuple(tensor.shape))
 
 
-def _window(config: Any) -> int:
-    sliding = getattr(config, "sliding_window", None)
-    return min(int(config.max_position_embeddings), int(sliding or config.max_position_embeddings))
+def _window(folder: Path, config: Any) -> int:
+    longest = int(config.max_position_embeddings)
+    window = min(longest, int(getattr(config, "sliding_window", None) or longest))
+    if window < _LEAST_WINDOW:
+        raise UnsupportedError(
+            f"{folder / 'config.json'}: max_position_embeddings or sliding_window leaves a window of {window}",
+            hint=f"it takes {_LEAST_WINDOW} positions for a prompt and an answer",
+        )
+    return window
 
 
-def _eos(folder: Path, config: Any) -> tuple[int, ...]:
+def _generation_ends(folder: Path) -> tuple[int, ...] | None:
+    """End tokens that ``generation_config.json`` names; None where it is silent."""
     path = folder / "generation_config.json"
     named: Any = _read_json(path).get("eos_token_id") if path.is_file() else None
     if named is None:
-        named = getattr(config, "eos_token_id", None)
+        return None
+    ends = _listed(named)
+    if any(type(token) is not int for token in ends):
+        raise CorruptError(f"{path}: eos_token_id {named!r} is no token id", hint="name a number, or a list of them")
+    return ends
+
+
+def _listed(named: Any) -> tuple[int, ...]:
+    """None, one or a list, as transformers writes it, as a tuple."""
     if named is None:
         return ()
-    return tuple(int(token) for token in (cast("list[Any]", named) if isinstance(named, list) else [named]))
+    return tuple(cast("list[int]", named)) if isinstance(named, list) else (named,)
