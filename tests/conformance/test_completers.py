@@ -3,12 +3,13 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from slackwater.api.app import create_app
 from slackwater.api.auth import Keys
@@ -18,8 +19,10 @@ from slackwater.errors import ReplicaLostError, SlackwaterError
 from slackwater.ids import ReplicaId
 from slackwater.rollout.request import SamplingSpec
 from slackwater.router.policy import Health
+from slackwater.router.pool import FAILURES_TO_EJECT
 from slackwater.router.remote import RemoteReplica
-from slackwater.router.router import Router
+from slackwater.router.router import PROBE_TIMEOUT_S, Router
+from slackwater.testing.clock import ManualClock
 from slackwater.testing.completer import TableCompleter
 from slackwater.testing.conformance_completer import REQUEST, CompleterTests, answer
 from slackwater.testing.loopback import Loopback
@@ -52,7 +55,7 @@ class Fleet:
     b: Served
 
 
-def replica_app(completer: TableCompleter, tokenizer: ChatTokenizer) -> Loopback:
+def replica_app(completer: TableCompleter, tokenizer: ChatTokenizer) -> ASGIApp:
     async def health(request: Request) -> Response:
         del request
         return json_reply(
@@ -60,7 +63,7 @@ def replica_app(completer: TableCompleter, tokenizer: ChatTokenizer) -> Loopback
         )
 
     routes = [Route("/health", health)]
-    return Loopback(create_app(completer, tokenizer, KEYS, model_name="m", extra_routes=routes))
+    return create_app(completer, tokenizer, KEYS, model_name="m", extra_routes=routes)
 
 
 @pytest.fixture
@@ -69,7 +72,7 @@ async def fleet(tokenizer: ChatTokenizer) -> AsyncIterator[Fleet]:
         served: list[Served] = []
         for name in (A, B):
             completer = TableCompleter(ROWS, window=64, replica=name)
-            server = await stack.enter_async_context(replica_app(completer, tokenizer))
+            server = await stack.enter_async_context(Loopback(replica_app(completer, tokenizer)))
             served.append(Served(completer=completer, server=server))
         a, b = served
         remotes = {
@@ -150,3 +153,99 @@ async def test_a_dead_address_is_a_lost_replica(fleet: Fleet) -> None:
             await remote.probe()
     finally:
         await remote.aclose()
+
+
+@dataclass(kw_only=True, slots=True)
+class Freezer:
+    """An app that takes requests and, while it is frozen, never answers them: what a stopped process looks like."""
+
+    app: ASGIApp
+    thawed: asyncio.Event = field(default_factory=asyncio.Event)
+    asked: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            self.asked.set()
+            await self.thawed.wait()
+        await self.app(scope, receive, send)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Freezing:
+    """A router over A, which can be frozen, and B. Nothing is probed but by `eject`."""
+
+    router: Router
+    a: TableCompleter
+    remote: RemoteReplica
+    freezer: Freezer
+    clock: ManualClock
+
+    def freeze(self) -> None:
+        self.freezer.thawed.clear()
+        self.freezer.asked.clear()
+
+    async def eject(self) -> None:
+        for _ in range(FAILURES_TO_EJECT):
+            self.freezer.asked.clear()
+            probe = asyncio.create_task(self.router.probe(A))
+            await self.freezer.asked.wait()
+            await self.clock.advance(PROBE_TIMEOUT_S)
+            await probe
+        assert self.router.members()[A].health is Health.EJECTED
+
+
+@pytest.fixture
+async def freezing(tokenizer: ChatTokenizer) -> AsyncIterator[Freezing]:
+    a, b = (TableCompleter(ROWS, window=64, replica=name) for name in (A, B))
+    freezer, clock = Freezer(app=replica_app(a, tokenizer)), ManualClock()
+    freezer.thawed.set()
+    async with Loopback(freezer) as frozen, Loopback(replica_app(b, tokenizer)) as other:
+        remotes = {A: RemoteReplica(frozen.url, KEYS.inference), B: RemoteReplica(other.url, KEYS.inference)}
+        async with Router(remotes, clock=clock, probe_interval_s=1e9) as router:
+            yield Freezing(router=router, a=a, remote=remotes[A], freezer=freezer, clock=clock)
+            assert router.statistics().in_flight == 0
+        freezer.thawed.set()
+        a.release()
+
+
+async def test_a_request_that_a_frozen_replica_never_admits_goes_elsewhere(freezing: Freezing) -> None:
+    freezing.freeze()
+    ask = asyncio.create_task(answer(freezing.router, REQUEST))
+    await freezing.freezer.asked.wait()
+    assert freezing.router.in_flight(A) == 1
+    await freezing.eject()
+    assert (await asyncio.wait_for(ask, 5)).origin.replica == B
+
+
+async def test_an_answer_that_a_frozen_replica_never_ends_begins_again_elsewhere(freezing: Freezing) -> None:
+    freezing.a.hold(position=3)
+    ask = asyncio.create_task(answer(freezing.router, REQUEST))
+    await freezing.a.until_active(1)
+    freezing.freeze()
+    await freezing.eject()
+    assert (await asyncio.wait_for(ask, 5)).origin.replica == B
+    assert len(freezing.a.requests) == 1
+    await asyncio.wait_for(freezing.a.until_active(0), 5)
+
+
+async def test_a_stream_of_a_frozen_replica_ends_with_its_loss(freezing: Freezing) -> None:
+    freezing.a.hold(position=1)
+    under_way = await freezing.router.complete(replace(REQUEST, streamed=True))
+    steps = aiter(under_way)
+    await anext(steps)
+    stuck = asyncio.ensure_future(anext(steps))
+    freezing.freeze()
+    await freezing.eject()
+    with pytest.raises(ReplicaLostError):
+        await asyncio.wait_for(stuck, 5)
+    await under_way.aclose()
+
+
+async def test_a_severed_replica_answers_later_calls(freezing: Freezing) -> None:
+    under_way = await freezing.remote.complete(REQUEST)
+    for _ in range(2):
+        freezing.remote.sever()
+    with pytest.raises(ReplicaLostError):
+        _ = [step async for step in under_way]
+    await under_way.aclose()
+    assert (await answer(freezing.remote, REQUEST)).origin.replica == A

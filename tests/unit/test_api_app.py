@@ -1,6 +1,7 @@
 """The API's routes on a real socket: keys, limits, and evidence that covers exactly the sampled tokens."""
 
 import asyncio
+import io
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -60,7 +61,8 @@ def bearer(key: str) -> dict[str, str]:
 
 
 async def post(session: aiohttp.ClientSession, path: str, body: object) -> tuple[int, Any]:
-    async with session.post(path, json=body, headers=bearer(KEYS.inference)) as reply:
+    data = io.BytesIO(json.dumps(body).encode())
+    async with session.post(path, data=data, headers=bearer(KEYS.inference)) as reply:
         return reply.status, json.loads(await reply.read(), parse_constant=pytest.fail)
 
 
@@ -122,6 +124,22 @@ async def test_a8_11_bad_bodies_leave_the_server_well(session: aiohttp.ClientSes
     assert status == 400
     status, _ = await post(session, "/v1/completions", {"prompt": "x", "max_tokens": 2})
     assert status == 200
+
+
+async def test_a5_09_a_prompt_that_cannot_fit_is_never_encoded(
+    session: aiohttp.ClientSession, tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer, "_backend", None)
+    huge = "x" * 5_000_000
+    for path, body in (
+        ("/v1/completions", {"prompt": huge}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": huge}]}),
+    ):
+        status, reply = await post(session, path, body)
+        assert (status, reply["error"]["code"]) == (400, "invalid_input")
+        assert "256 tokens, the window" in reply["error"]["message"]
+        status, _ = await post(session, path, {**body, "model": "another"})
+        assert status == 404
 
 
 @pytest.mark.parametrize("limits", [{"stop": "e"}, {"stop_token_ids": [40, 41, 42, 43]}, {"max_tokens": 12}], ids=str)

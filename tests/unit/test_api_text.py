@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from slackwater.api.text import TextStream, TokenTable, first_stop, sentencepiece_table
 from slackwater.api.tokens import ChatTokenizer
-from slackwater.errors import NotFoundError
+from slackwater.errors import InvalidInputError, NotFoundError
 from slackwater.testing.tiny_model import END_OF_TEXT, IM_END, TINY_VOCAB, write_tiny_tokenizer
 
 BYTES = TokenTable(pieces=tuple(bytes([value]) for value in range(256)), special=frozenset())
@@ -105,6 +105,16 @@ def test_a_conversation_is_rendered_by_its_template(tokenizer: ChatTokenizer) ->
     ids = tokenizer.render([{"role": "user", "content": "hi"}])
     pieces = b"".join(map(tokenizer.table.piece, ids))
     assert pieces == b"<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_text_is_refused_only_if_the_longest_tokens_cannot_make_it(tokenizer: ChatTokenizer) -> None:
+    full = "<|endoftext|>" * 4
+    assert tokenizer.encode(full, window=4) == (END_OF_TEXT,) * 4
+    with pytest.raises(InvalidInputError, match="53 bytes, more than 4 tokens"):
+        tokenizer.encode(full + "x", window=4)
+    assert tokenizer.encode("\U0001f60a", window=1) == (240, 159, 152, 138)
+    with pytest.raises(InvalidInputError):
+        tokenizer.encode("\U0001f60a" * 4, window=1)
 
 
 def test_a_sentencepiece_table_knows_bytes_and_spaces() -> None:

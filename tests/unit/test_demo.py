@@ -53,7 +53,14 @@ RECORD = Record(
     ),
     answers=(answer("stop", (0, 0, 1), (1, 1, 2)), answer("length", (1, 0, 2))),
     labels=LabelCheck(
-        tokens=4, mislabelled=0, largest_difference=0.0, tolerance=1e-3, answers=2, unchecked=0, shifted_caught=2
+        tokens=4,
+        mislabelled=0,
+        largest_difference=0.0,
+        tolerance=1e-3,
+        answers=2,
+        unchecked=0,
+        shifted=2,
+        shifted_caught=2,
     ),
     byte_exact=True,
     restarts=0,

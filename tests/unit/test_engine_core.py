@@ -15,7 +15,7 @@ from slackwater.engine.torch.model import LoadedModel, load
 from slackwater.engine.torch.replay import Replayer
 from slackwater.engine.torch.sequence import Began, Ended, Event, Failed, Made
 from slackwater.engine.torch.slots import CHUNK
-from slackwater.engine.torch.weights import WeightBits
+from slackwater.engine.torch.weights import StagedWrites, WeightBits
 from slackwater.errors import CorruptError, InvalidInputError, PolicyUnmetError
 from slackwater.ids import RequestId, Version
 from slackwater.rollout.evidence import Finish, PolicySpan, TokenStep, spans
@@ -96,6 +96,18 @@ def swap(core: Core, model: LoadedModel) -> list[Event]:
     weights = WeightBits(model.parameters, model.specs)
     weights.commit(weights.stage(writes(model)))
     return core.relabel(V8)
+
+
+def poison(weights: WeightBits, names: Iterable[str]) -> StagedWrites:
+    """Make every number of these tensors NaN; undo the writes to have the old ones back."""
+    nan = [
+        TileWrite(name=name, tile=tile, positions=None, values=np.full(tile.count, 0x7FC0, dtype=np.uint16))
+        for name in names
+        for tile in tiles(weights.specs[name])
+    ]
+    staged = weights.stage(nan)
+    weights.commit(staged)
+    return staged
 
 
 SMALL: dict[str, Any] = {
@@ -269,11 +281,7 @@ def test_f42_numbers_that_are_none_fail_the_answer_and_leave_nothing_behind(mode
     weights = WeightBits(model.parameters, model.specs)
     core.add(0, request(), seed=3)
     core.step()
-    name = "model.layers.0.self_attn.v_proj.weight"
-    tile = next(tiles(model.specs[name]))
-    poison = np.full(tile.count, 0x7FC0, dtype=np.uint16)
-    staged = weights.stage([TileWrite(name=name, tile=tile, positions=None, values=poison)])
-    weights.commit(staged)
+    staged = poison(weights, ["model.layers.0.self_attn.v_proj.weight"])
     core.relabel(V8)
     core.add(1, request([9] * 90), seed=3)
     events = run(core)
@@ -285,6 +293,33 @@ def test_f42_numbers_that_are_none_fail_the_answer_and_leave_nothing_behind(mode
         core.add(key, request(), seed=3)
     events = run(core)
     assert steps(events, 2) == steps(events, 3) == wanted
+
+
+def test_f42_a_prompt_begun_under_weights_that_are_nan_is_answered_by_good_ones(model: LoadedModel) -> None:
+    long = tuple(range(1, CHUNK * PREFILL_CHUNKS + 40))
+    other = (*long[: 2 * CHUNK], *range(300, 340))
+    wanted = {0: alone(model, request(long)), 1: alone(model, request(long)), 2: alone(model, request(other))}
+    core = core_of(model)
+    weights = WeightBits(model.parameters, model.specs)
+    staged = poison(weights, model.specs)
+    core.add(0, request(long), seed=3)
+    assert core.step() == []
+    weights.undo(staged)
+    core.relabel(V7)
+    for key, prompt in enumerate((long, long, other)):
+        if key:
+            core.add(key, request(prompt), seed=3)
+        assert steps(run(core), key) == wanted[key]
+
+
+def test_f42_a_prompt_whose_logits_are_no_numbers_is_not_shared(model: LoadedModel) -> None:
+    core = core_of(model)
+    poison(WeightBits(model.parameters, model.specs), ["model.norm.weight"])
+    for key in range(2):
+        core.add(key, request(), seed=3)
+        events = run(core)
+        assert began(events, key).cached_tokens == 0
+        assert isinstance(events[-1], Failed)
 
 
 def test_an_abort_frees_the_slot_in_every_state(model: LoadedModel) -> None:

@@ -64,6 +64,48 @@ def test_files_that_are_absent_or_broken_are_named(folder: Path) -> None:
         load(folder)
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "cause"),
+    [
+        ("num_attention_heads", 0, "ZeroDivisionError"),
+        ("num_attention_heads", [4], "num_attention_heads"),
+        ("num_key_value_heads", 0, "ZeroDivisionError"),
+        ("num_key_value_heads", 3, "RuntimeError"),
+        ("hidden_size", "64", r"hidden_size.*expected int, got str"),
+        ("hidden_size", None, "hidden_size"),
+        ("hidden_size", -64, "negative dimension"),
+        ("hidden_size", 63, "not a multiple"),
+        ("hidden_size", 2**70, "Overflow"),
+        ("head_dim", 0, "ZeroDivisionError"),
+        ("vocab_size", 0, "Padding_idx"),
+        ("max_position_embeddings", "1024", "max_position_embeddings"),
+        ("max_position_embeddings", 0, "leaves a window of 0"),
+        ("max_position_embeddings", 1, "leaves a window of 1"),
+        ("dtype", "nonsense", "nonsense"),
+        ("dtype", "manual_seed", "IndexError"),
+        ("hidden_act", "nope", "nope"),
+        ("rope_parameters", {"rope_type": "default", "rope_theta": "x"}, "TypeError"),
+        ("model_type", "nope", "nope"),
+        ("quantization_config", 5, "AttributeError"),
+    ],
+)
+def test_a_config_that_makes_no_model_is_named_with_the_cause(
+    folder: Path, field: str, value: object, cause: str
+) -> None:
+    change(folder / "config.json", **{field: value})
+    with pytest.raises(UnsupportedError, match=cause) as caught:
+        load(folder)
+    assert str(folder / "config.json") in caught.value.message
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ['{"eos_token_id": "x"}', '{"eos_token_id": [null]}', "[1]", "[" * 100_000])
+def test_a_generation_config_that_says_nothing_sound_is_named(folder: Path, text: str) -> None:
+    (folder / "generation_config.json").write_text(text)
+    with pytest.raises(CorruptError, match=r"generation_config\.json"):
+        load(folder)
+
+
 @pytest.mark.parametrize(("named", "wanted"), [(5, (5,)), ([5, 6], (5, 6)), (None, (511,))])
 def test_end_tokens_come_from_the_generation_config(folder: Path, named: object, wanted: tuple[int, ...]) -> None:
     change(folder / "generation_config.json", eos_token_id=named)

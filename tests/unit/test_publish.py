@@ -472,3 +472,33 @@ def test_a_blob_that_was_spoilt_is_sent_again_when_its_bytes_come_back(model: Pa
     bucket.put(blob, b"\xff" * len(bucket.get(blob, max_bytes=1 << 20)))
     publisher.publish(StateDictSource(two), step=3)
     assert restored(bucket, 3) == all_bits(StateDictSource(two))
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ('{"tie_word_embeddings": true}', "lm_head"),
+        ('{"dtype": "float16"}', "no tensor is F16"),
+        ('{"torch_dtype": "float16"}', "no tensor is F16"),
+        ("{", "config.json can't be read"),
+    ],
+)
+def test_an_anchor_that_no_engine_could_load_is_refused_before_it_is_visible(
+    model: Path, config: str, words: str
+) -> None:
+    bucket = MemoryBucket()
+    (model / "config.json").write_text(config)
+    tensors = {**weights(), "lm_head.weight": weights()["model.embed_tokens.weight"].clone()}
+    with pytest.raises(InvalidInputError, match=words):
+        Publisher(bucket, RUN).publish(StateDictSource(tensors), step=0, folder_files=model)
+    assert not keys(bucket)
+
+
+def test_folders_may_be_named_by_strings(model: Path) -> None:
+    published = Publisher(MemoryBucket(), RUN).publish(StateDictSource(weights()), step=0, folder_files=str(model))
+    assert published.kind == "anchor"
+
+
+def test_a_publisher_that_is_opened_on_no_bucket_says_so_at_once(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError):
+        Publisher.open(LocalBucket(tmp_path / "missing"), RUN)

@@ -222,6 +222,23 @@ async def test_a7_14_a_stalled_probe_fails_by_its_timeout(router: Router, fleet:
     assert seen[3:] == [Health.EJECTED, Health.GOOD]
 
 
+async def test_ejection_ends_the_waits_for_a_replica_that_stopped(
+    router: Router, fleet: Fleet, clock: ManualClock
+) -> None:
+    fleet[A].hold(position=2)
+    asks = [asyncio.create_task(answer(router, REQUEST)) for _ in range(2)]
+    await fleet[A].until_active(1)
+    fleet[A].stalls = True
+    await clock.advance(7.0)
+    assert not asks[0].done()
+    await clock.advance(0.5)
+    assert router.members()[A].health is Health.EJECTED
+    assert [(await ask).origin.replica for ask in asks] == [B, B]
+    assert (router.in_flight(A), fleet[A].severs) == (0, 1)
+    await clock.advance(10.0)
+    assert fleet[A].severs == 1
+
+
 async def test_replicas_come_and_go(router: Router, fleet: Fleet, clock: ManualClock) -> None:
     fleet[C] = LocalReplica(C)
     router.add(C, fleet[C])

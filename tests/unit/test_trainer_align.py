@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slackwater.errors import InvalidInputError
-from slackwater.ids import Version
+from slackwater.ids import StateDigest, Version
 from slackwater.rollout.evidence import PolicySpan, spans
 from slackwater.trainer.align import LabelledAnswer, mislabelled, shifted, tolerance, touching
 
@@ -31,18 +31,27 @@ histories = st.lists(st.integers(1, 3), min_size=1, max_size=4).flatmap(
 )
 
 
+def states(*marks: str) -> list[StateDigest]:
+    return [StateDigest(mark) for mark in marks]
+
+
 @given(histories)
 def test_a_shift_makes_every_label_false_and_stays_inside_the_chain(versions: list[int]) -> None:
-    newest = Version(versions[-1])
-    for head in (newest, Version(newest + 1)):
-        moved = shifted(answer(0, *versions), head)
-        before = [span.version for span in answer(0, *versions).policy]
+    true = answer(0, *versions)
+    for newest in (versions[-1], versions[-1] + 1):
+        moved = shifted(true, states(*map(str, range(newest + 1))))
+        assert moved is not None
+        before = [span.version for span in true.policy]
         after = [span.version for span in moved.policy]
         assert all(abs(left - right) == 1 for left, right in zip(before, after, strict=True))
-        assert max(after) <= head
-        assert [(span.start, span.end) for span in moved.policy] == [
-            (span.start, span.end) for span in answer(0, *versions).policy
-        ]
+        assert max(after) <= newest
+        assert [(span.start, span.end) for span in moved.policy] == [(span.start, span.end) for span in true.policy]
+
+
+def test_a_shift_to_a_version_that_changed_nothing_is_none() -> None:
+    assert shifted(answer(0, 1), states("a", "b", "b")) == answer(0, 0)
+    assert shifted(answer(0, 1), states("b", "b", "b")) is None
+    assert shifted(answer(0, 0), states("a")) is None
 
 
 def test_a_difference_beyond_the_limit_counts_and_a_nan_always_does() -> None:

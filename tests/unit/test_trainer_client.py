@@ -134,6 +134,21 @@ async def test_a_server_that_is_not_there_is_unavailable(clock: ManualClock) -> 
             await client.chat(HELLO)
 
 
+async def test_an_answer_that_does_not_come_is_asked_for_again(
+    server: Loopback, completer: TableCompleter, clock: ManualClock
+) -> None:
+    completer.hold()
+    async with RolloutClient(server.url, KEYS.inference, deadline_s=0, answer_s=0.05, clock=clock) as client:
+        with pytest.raises(UnavailableError, match=r"no answer within 0\.05 s"):
+            await client.chat(HELLO)
+    async with RolloutClient(server.url, KEYS.inference, answer_s=1, clock=clock) as client:
+        task = asyncio.create_task(client.chat(HELLO, sampling=SHORT))
+        await clock.parked()
+        completer.release()
+        await clock.advance(2.0)
+        assert (await task)[0].seed == 3
+
+
 async def test_a_stranger_on_the_port_is_told_apart() -> None:
     async def stranger(request: Request) -> Response:
         del request

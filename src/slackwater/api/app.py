@@ -85,21 +85,26 @@ class _Service:
         body = read_chat(await read_body(request))
         wanted = chat_wanted(body)
         messages = [message.plain() for message in body.messages]
-        prompt_ids = await asyncio.to_thread(self._tokenizer.render, messages)
+        check_model(body.model, self._model)
+        prompt_ids = await asyncio.to_thread(self._tokenizer.render, messages, window=self._completer.window())
         return await self._answer(request, body, wanted, prompt_ids, ChatShape(self._tokenizer.table, wanted))
 
     async def text(self, request: Request) -> Response:
         """``POST /v1/completions``."""
         body = read_text(await read_body(request))
         wanted = text_wanted(body)
-        prompt = body.prompt
-        ids = await asyncio.to_thread(self._tokenizer.encode, prompt) if isinstance(prompt, str) else prompt
+        check_model(body.model, self._model)
+        ids = await self._prompt_ids(body.prompt)
         return await self._answer(request, body, wanted, ids, TextShape(self._tokenizer.table, wanted))
+
+    async def _prompt_ids(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
+        if not isinstance(prompt, str):
+            return prompt
+        return await asyncio.to_thread(self._tokenizer.encode, prompt, window=self._completer.window())
 
     async def _answer(
         self, request: Request, body: Sampled, wanted: Wanted, prompt_ids: tuple[int, ...], shape: Shape
     ) -> Response:
-        check_model(body.model, self._model)
         name = uuid.uuid4().hex
         window = self._completer.window()
         asks = requests(body, wanted, prompt_ids, window=window, request_id=name, model=self._model)

@@ -25,6 +25,10 @@ class TokenTable:
         """True bytes of a token; empty for an id outside the vocabulary."""
         return self.pieces[token_id] if 0 <= token_id < len(self.pieces) else b""
 
+    def longest(self) -> int:
+        """Bytes of the longest token; looks at all of them."""
+        return max(map(len, self.pieces), default=0)
+
     def text_bytes(self, token_id: int) -> bytes:
         """Bytes that a token adds to the text: none for a special one."""
         return b"" if token_id in self.special else self.piece(token_id)

@@ -39,12 +39,17 @@ class ChatTokenizer:
         self._backend: Any = self._templates.backend_tokenizer
         self.table = _table(self._backend)
         """The bytes of every token."""
+        self._longest = self.table.longest()
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+    def render(self, messages: Sequence[Mapping[str, str]], *, window: int | None = None) -> tuple[int, ...]:
         """Token ids of a conversation, with the opening of the assistant's turn at the end.
 
+        Args:
+            messages: Each with ``role`` and ``content``.
+            window: Most tokens of use: a text that must have more is refused before it is encoded. None: any number.
+
         Raises:
-            InvalidInputError: The template refuses these messages.
+            InvalidInputError: The template refuses these messages, or their text can't fit.
             UnsupportedError: The model has no chat template.
         """
         if not self._templates.chat_template:
@@ -55,15 +60,34 @@ class ChatTokenizer:
             )
         except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
             raise InvalidInputError(f"messages don't fit the model's chat template: {error}") from error
-        return self._encode(text, special=False)
+        return self._encode(text, window, special=False)
 
-    def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids of a text, with the special tokens that the model's own tokenizer adds."""
-        return self._encode(text, special=True)
+    def encode(self, text: str, *, window: int | None = None) -> tuple[int, ...]:
+        """Token ids of a text, with the special tokens that the model's own tokenizer adds.
 
-    def _encode(self, text: str, *, special: bool) -> tuple[int, ...]:
+        Args:
+            text: Any.
+            window: As in `render`.
+
+        Raises:
+            InvalidInputError: The text can't fit.
+        """
+        return self._encode(text, window, special=True)
+
+    def _encode(self, text: str, window: int | None, *, special: bool) -> tuple[int, ...]:
+        if window is not None:
+            self._check_fits(text, window)
         ids: list[int] = self._backend.encode(text, add_special_tokens=special).ids
         return tuple(ids)
+
+    def _check_fits(self, text: str, window: int) -> None:
+        # Encoding holds the interpreter's lock: megabytes that can't fit would stop the whole process for seconds.
+        size = len(text.encode())
+        if size > window * self._longest:
+            raise InvalidInputError(
+                f"the prompt has {size} bytes, more than {window} tokens, the window, can hold",
+                hint="shorten the prompt",
+            )
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of an answer; special tokens are skipped."""

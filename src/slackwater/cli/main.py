@@ -166,7 +166,7 @@ def replay(
 
 @app.command()
 def demo(
-    steps: Annotated[int, typer.Option(min=1, max=200, help="Training steps.")] = 14,
+    steps: Annotated[int, typer.Option(min=1, max=200, help="Training steps.")] = 12,
     bucket: Annotated[str | None, typer.Option(help="Bucket to publish to; by default a directory of the run.")] = None,
     out: Annotated[Path, typer.Option(help="Where report, logs and record go.")] = Path("out/demo"),
     seed: Annotated[int, typer.Option(help="Of prompts and sampling.")] = 0,

@@ -10,6 +10,7 @@ import logging
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 
 import msgspec
@@ -64,14 +65,24 @@ def run_replay(settings: ReplaySettings) -> None:
     head = fetcher.head(None)
     if head is None:
         raise NotFoundError(f"the run {settings.run} has no version", hint="check --bucket and --run")
+    by_replica = {name: [answer for answer in answers if answer.replica == name] for name in _names(answers)}
+    verdicts = [_check(fetcher, settings, mine, head) for mine in by_replica.values()]
+    sys.stdout.write(msgspec.json.encode(reduce(LabelCheck.plus, verdicts)).decode() + "\n")
+
+
+def _names(answers: Sequence[LabelledAnswer]) -> list[str]:
+    return sorted({answer.replica for answer in answers})
+
+
+def _check(fetcher: Fetcher, settings: ReplaySettings, answers: Sequence[LabelledAnswer], head: Version) -> LabelCheck:
+    """Check one replica's answers: as many as it had slots were under way at once, so the replay's slots suffice."""
     replayer = _open(fetcher, settings)
-    walk = Walk(replayer, fetcher, tolerance(_noise(replayer, answers)))
     rising = [answer for answer in answers if answer.rises]
     if len(rising) < len(answers):
         _log.warning("%d answers crossed a rollback and are left out", len(answers) - len(rising))
+    walk = Walk(replayer, fetcher, tolerance(_noise(replayer, answers)))
     walk.over(rising, head)
-    verdict = walk.verdict(unchecked=len(answers) - len(rising))
-    sys.stdout.write(msgspec.json.encode(verdict).decode() + "\n")
+    return walk.verdict(unchecked=len(answers) - len(rising))
 
 
 def read_answers(settings: ReplaySettings) -> list[LabelledAnswer]:
@@ -116,7 +127,7 @@ class Walk:
         self._fetcher = fetcher
         self._limit = limit
         self._resident: set[int] = set()
-        self._answers = self._tokens = self._wrong = self._caught = 0
+        self._answers = self._tokens = self._wrong = self._shifted = self._caught = 0
         self._largest = 0.0
 
     def over(self, answers: Sequence[LabelledAnswer], head: Version) -> None:
@@ -125,7 +136,9 @@ class Walk:
         if claimed > head:
             raise CorruptError(f"an answer claims version {claimed}, but the newest is {head}")
         self._answers += len(answers)
-        false = [shifted(answer, head) for answer in answers]
+        states = [self._fetcher.manifest(Version(number)).state for number in range(head + 1)]
+        false = [twin for answer in answers if (twin := shifted(answer, states))]
+        self._shifted += len(false)
         for number in range(self._replayer.version, head + 1):
             version = Version(number)
             if version != self._replayer.version:
@@ -142,6 +155,7 @@ class Walk:
             tolerance=self._limit,
             answers=self._answers,
             unchecked=unchecked,
+            shifted=self._shifted,
             shifted_caught=self._caught,
         )
 
@@ -174,7 +188,9 @@ class Walk:
         """
         free = self._replayer.slots - len(self._resident)
         if free < 1:
-            raise InvalidInputError("more answers crossed a swap than there are slots", hint="replay with more --slots")
+            raise InvalidInputError(
+                "more answers crossed a swap than there are slots", hint="replay with the --slots that the replicas had"
+            )
         return free
 
     def _score(self, version: Version, batch: Sequence[LabelledAnswer]) -> None:

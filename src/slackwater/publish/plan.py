@@ -4,11 +4,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
+import msgspec
+
 from slackwater.checkpoint.tensor import TensorSpec
 from slackwater.errors import InvalidInputError
 
 BLOB_BYTES: Final = 64 * 1024 * 1024
 """Most bytes in a pack of bodies, where a body fits."""
+
+_HEAD: Final = "lm_head.weight"
+_DTYPES: Final = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+"""safetensors' names by those of config.json."""
+
+
+class _Config(msgspec.Struct, frozen=True):
+    """What is read of config.json."""
+
+    tie_word_embeddings: bool = False
+    dtype: str | None = None
+    torch_dtype: str | None = None
 
 
 def decide(*, anchor_every: int, since_anchor: int | None, forced: bool) -> Literal["anchor", "delta"]:
@@ -45,6 +59,31 @@ def check_fits(kind: Literal["anchor", "delta"], held: Mapping[str, TensorSpec],
     if kind == "anchor" and missing:
         raise InvalidInputError(
             f"an anchor has every tensor, and {missing[0]} is missing", hint="publish the whole model"
+        )
+
+
+def check_config(config: bytes | bytearray, specs: Mapping[str, TensorSpec]) -> None:
+    """Check an anchor's tensors against its own config, so that no version is committed that no engine can load.
+
+    Raises:
+        InvalidInputError: The config is no JSON object; it ties the output head, and the tensors have one of their
+            own; or no tensor has the config's dtype, as where a float32 master copy was not cast.
+    """
+    try:
+        read = msgspec.json.decode(config, type=_Config)
+    except msgspec.MsgspecError as error:
+        raise InvalidInputError(f"config.json can't be read: {error}", hint="take the model's own file") from error
+    if read.tie_word_embeddings and _HEAD in specs:
+        raise InvalidInputError(
+            f"config.json ties {_HEAD} to the embedding, and the tensors have one of their own",
+            hint=f"leave {_HEAD} out: a cast breaks the tie that is otherwise seen",
+        )
+    dtype = read.dtype or read.torch_dtype
+    wanted = _DTYPES.get(dtype) if dtype else None
+    if wanted and specs and all(spec.dtype != wanted for spec in specs.values()):
+        raise InvalidInputError(
+            f"config.json says {dtype}, and no tensor is {wanted}",
+            hint="cast the tensors to the serving dtype before publishing",
         )
 
 

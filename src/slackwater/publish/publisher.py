@@ -16,6 +16,7 @@ from typing import Final, Literal, Self
 import msgspec
 
 from slackwater.bucket.base import Bucket
+from slackwater.bucket.open import probe
 from slackwater.checkpoint.digest import object_digest, tile_digest
 from slackwater.checkpoint.keys import head_key, manifest_key
 from slackwater.checkpoint.manifest import (
@@ -32,9 +33,9 @@ from slackwater.errors import CorruptError, InvalidInputError, LostRaceError, No
 from slackwater.ids import RunId, StateDigest, Version, run_id
 from slackwater.publish.draft import Draft, Label, Progress, draft_anchor, draft_delta
 from slackwater.publish.lineage import HeadHint, find_head, read_manifest
-from slackwater.publish.plan import check_fits, check_side_files, decide
+from slackwater.publish.plan import check_config, check_fits, check_side_files, decide
 from slackwater.publish.restore import Restored, outline, restore
-from slackwater.weights.image import take_image
+from slackwater.weights.image import CONFIG, take_image
 from slackwater.weights.source import TensorSource
 
 _LOG: Final = logging.getLogger(__name__)
@@ -122,6 +123,7 @@ class Publisher:
             NotFoundError: The chain has no anchor, or the bucket doesn't exist.
         """
         publisher = cls(bucket, run, anchor_every=anchor_every, threads=threads, clock=clock, progress=progress)
+        probe(bucket)
         publisher._sync(with_bits=True)
         return publisher
 
@@ -131,7 +133,7 @@ class Publisher:
         return None if self._held is None else self._held.version
 
     def publish(
-        self, source: TensorSource, *, step: int, folder_files: Path | None = None, anchor: bool = False
+        self, source: TensorSource, *, step: int, folder_files: Path | str | None = None, anchor: bool = False
     ) -> Published:
         """Publish the next version; it is committed when this returns.
 
@@ -153,7 +155,8 @@ class Publisher:
             raise InvalidInputError(f"step {step} is below 0")
         self._sync(with_bits=not anchor)
         began = self._clock.monotonic()
-        draft, bits = self._draft(source, step, folder_files, anchor=anchor)
+        folder = None if folder_files is None else Path(folder_files)
+        draft, bits = self._draft(source, step, folder, anchor=anchor)
         encoded = self._clock.monotonic()
         body = encode_manifest(draft.manifest)
         decode_manifest(body)  # what readers will do: a manifest that they refuse is never committed
@@ -190,6 +193,7 @@ class Publisher:
         )
         if held is None or kind == "anchor":
             image = take_image(source, folder_files)
+            check_config(image.files[CONFIG], source.specs())
             draft = draft_anchor(label, image, threads=self._threads)
             if held is not None:
                 check_side_files(held.side_files, draft.manifest.side_files)

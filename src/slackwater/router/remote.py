@@ -1,8 +1,10 @@
 """A replica over HTTP, as a Completer: ``POST /v1/generate`` for answers, ``GET /health`` for probes."""
 
-from collections.abc import AsyncIterator, Generator
-from contextlib import ExitStack, contextmanager
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Generator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from typing import Final
+from weakref import WeakSet
 
 import aiohttp
 import msgspec
@@ -30,6 +32,8 @@ CONNECT_TIMEOUT_S: Final = 5.0
 KEEP_ALIVE_S: Final = 2.0
 """Idle connections are closed here before the replica's server does: its close, met by a request, looks like a loss."""
 _OK: Final = 200
+_AT_ONCE: Final = 0.0
+"""A time of the event loop that has passed."""
 
 
 class _Health(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,6 +62,10 @@ class RemoteReplica:
         self._headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
         self._session: aiohttp.ClientSession | None = None
         self._window: int | None = None
+        self._waits: set[asyncio.Timeout] = set()
+        """Of requests that aren't admitted yet."""
+        self._responses: WeakSet[aiohttp.ClientResponse] = WeakSet()
+        """Whose lines are read."""
 
     def __repr__(self) -> str:
         return f"RemoteReplica({self.base_url!r})"
@@ -100,25 +108,51 @@ class RemoteReplica:
         """See `Completer.complete`.
 
         Raises:
-            ReplicaLostError: It can't be reached, or broke off before it admitted the request.
+            ReplicaLostError: It can't be reached, or broke off or was severed before it admitted the request.
             CorruptError: Its answer broke the protocol.
         """
         url, body = f"{self.base_url}/v1/generate", encode_request(request)
-        with _reaching(self.base_url):
-            response = await self._open().post(url, data=body, headers=self._headers)
-        if response.status != _OK:
-            raise await self._refusal(response)
         with ExitStack() as undo:
-            undo.callback(response.close)
-            answer = RemoteAnswer(self.base_url, response)
-            await answer.begin()
+            async with self._severable():
+                with _reaching(self.base_url):
+                    response = await self._open().post(url, data=body, headers=self._headers)
+                undo.callback(response.close)
+                self._responses.add(response)
+                if response.status != _OK:
+                    raise await self._refusal(response)
+                answer = RemoteAnswer(self.base_url, response)
+                await answer.begin()
             undo.pop_all()
         return answer
 
+    def sever(self) -> None:
+        """See `slackwater.router.router.Replica.sever`."""
+        waits, self._waits = self._waits, set()
+        for wait in waits:
+            wait.reschedule(_AT_ONCE)
+        for response in self._responses:
+            response.close()
+
     async def aclose(self) -> None:
-        """Close all connections. Idempotent."""
+        """Sever it and close all connections. Idempotent."""
+        self.sever()
         if self._session is not None:
             await self._session.close()
+
+    @asynccontextmanager
+    async def _severable(self) -> AsyncGenerator[None]:
+        try:
+            async with asyncio.timeout(None) as wait:
+                self._waits.add(wait)
+                try:
+                    yield
+                finally:
+                    self._waits.discard(wait)
+                if wait.when() is not None:
+                    # Severed, but what was awaited came in the same turn of the loop.
+                    raise TimeoutError  # noqa: TRY301 - it joins the timeout's own
+        except TimeoutError as error:
+            raise ReplicaLostError(f"{self.base_url} was given up before it admitted a request") from error
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:

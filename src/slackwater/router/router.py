@@ -19,7 +19,7 @@ from slackwater.ids import ReplicaId
 from slackwater.rollout.completer import Completer
 from slackwater.rollout.request import CompletionRequest
 from slackwater.router.answer import RoutedAnswer
-from slackwater.router.policy import Refusal, RoutingContext
+from slackwater.router.policy import Health, Refusal, RoutingContext
 from slackwater.router.pool import Member, Pool, ProbeReport, Reservation, Transition
 
 _log = logging.getLogger(__name__)
@@ -38,6 +38,13 @@ class Replica(Completer, Protocol):
 
         Raises:
             SlackwaterError: It doesn't say.
+        """
+        ...
+
+    def sever(self) -> None:
+        """Wait for it no longer: its calls of `complete` and its live answers raise ReplicaLostError now.
+
+        Later calls reach it as before. Idempotent.
         """
         ...
 
@@ -202,13 +209,17 @@ class Router:
         _tell(self._pool.lost(name))
 
     async def probe(self, name: ReplicaId) -> None:
-        """Ask one replica now and note what it says."""
+        """Ask one replica now and note what it says; one that this puts out is severed."""
         try:
             report = await self._within(self._replicas[name].probe())
         except SlackwaterError as error:
             _log.debug("probe of %s failed: %s", name, error)
             report = None
-        _tell(self._pool.report(name, report))
+        transition = self._pool.report(name, report)
+        _tell(transition)
+        if transition is not None and transition.after is Health.EJECTED:
+            # A frozen process keeps its connections: nothing else would end the answers that wait for it.
+            self._replicas[name].sever()
 
     def _watch(self, name: ReplicaId) -> None:
         self._probers[name] = asyncio.create_task(self._probe_forever(name), name=f"probe-{name}")

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from itertools import accumulate
 from typing import Final
 
-from slackwater.errors import InvalidInputError, PolicyUnmetError, SlackwaterError
+from slackwater.errors import InvalidInputError, PolicyUnmetError, ReplicaLostError, SlackwaterError
 from slackwater.ids import BootId, ReplicaId, RunId, Version
 from slackwater.rollout.evidence import Finish, Origin, TokenStep
 from slackwater.rollout.request import CompletionRequest, SamplingSpec
@@ -54,11 +54,10 @@ class TableCompleter:
         """Raised by `complete` while it is set."""
         self._window = window
         self._name = (ReplicaId(replica), BootId(boot), RunId(run))
-        self._open = asyncio.Event()
         self._changed = asyncio.Event()
-        self._open.set()
-        self._held_from = 0
+        self._held_from: int | None = None
         self._aborts = 0
+        self._severs = 0
         self._failure: tuple[int, SlackwaterError] | None = None
 
     def window(self) -> int:
@@ -68,11 +67,11 @@ class TableCompleter:
     def hold(self, *, position: int = 0) -> None:
         """Let no answer take token number ``position``, counted from 0, or a later one until `release`."""
         self._held_from = position
-        self._open.clear()
 
     def release(self) -> None:
         """Let all go on."""
-        self._open.set()
+        self._held_from = None
+        self._changed.set()
 
     def fail_after(self, tokens: int, error: SlackwaterError | None) -> None:
         """From now on raise ``error`` in place of token number ``tokens``, counted from 0; None: fail no more."""
@@ -81,6 +80,11 @@ class TableCompleter:
     def abort_all(self) -> None:
         """End every answer under way with `Finish.ABORT`; one that is held ends once released."""
         self._aborts += 1
+
+    def sever(self) -> None:
+        """Fail every answer under way with ReplicaLostError, held or not."""
+        self._severs += 1
+        self._changed.set()
 
     async def complete(self, request: CompletionRequest) -> "TableAnswer":
         """See `Completer.complete`."""
@@ -112,10 +116,23 @@ class TableCompleter:
         """How often `abort_all` was called."""
         return self._aborts
 
-    async def gate(self, position: int) -> None:
-        """Wait until the answer may take its next token; raises the fault that is set for it."""
-        if position >= self._held_from:
-            await self._open.wait()
+    @property
+    def severs(self) -> int:
+        """How often `sever` was called."""
+        return self._severs
+
+    async def gate(self, position: int, severs: int) -> None:
+        """Wait until the answer may take its next token; raises the fault that is set for it.
+
+        Args:
+            position: Of that token.
+            severs: As `severs` was when the answer was admitted.
+        """
+        while severs == self._severs and self._held_from is not None and position >= self._held_from:
+            self._changed.clear()
+            await self._changed.wait()
+        if severs != self._severs:
+            raise ReplicaLostError("the table was severed")
         if self._failure is not None and position >= self._failure[0]:
             raise self._failure[1]
 
@@ -131,6 +148,7 @@ class TableAnswer:
         self._owner = owner
         self._request = request
         self._aborts = owner.aborts
+        self._severs = owner.severs
         self._held = True
         self.finish: Finish | None = None
         self.origin = Origin(
@@ -144,7 +162,7 @@ class TableAnswer:
     async def __aiter__(self) -> AsyncIterator[TokenStep]:
         position = 0
         while self.finish is None:
-            await self._owner.gate(position)
+            await self._owner.gate(position, self._severs)
             if self._owner.aborts != self._aborts:
                 self._end(Finish.ABORT)
                 return

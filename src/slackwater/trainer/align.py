@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Final
 
 from slackwater.errors import InvalidInputError
-from slackwater.ids import Version
+from slackwater.ids import StateDigest, Version
 from slackwater.rollout.evidence import PolicySpan
 
 TOLERANCE_FLOOR: Final = 1e-3
@@ -61,10 +61,23 @@ def tolerance(noise: float) -> float:
     return max(TOLERANCE_FLOOR, _TOLERANCE_MARGIN * noise)
 
 
-def shifted(answer: LabelledAnswer, newest: Version) -> LabelledAnswer:
-    """The same answer with every label one version too high, or too low where that would pass ``newest``."""
-    step = -1 if answer.policy[-1].version >= newest else 1
-    return replace(answer, policy=tuple(replace(span, version=Version(span.version + step)) for span in answer.policy))
+def shifted(answer: LabelledAnswer, states: Sequence[StateDigest]) -> LabelledAnswer | None:
+    """The same answer with every label one version too high or, where that can't be told apart, one too low.
+
+    Args:
+        answer: Whose versions rise.
+        states: The state digest of every version, from 0: a version that changed nothing can't be told from its
+            neighbour.
+
+    Returns:
+        None where neither shift begins with another state inside the chain.
+    """
+    first, last = answer.policy[0].version, answer.policy[-1].version
+    for step in (1, -1):
+        if first + step >= 0 and last + step < len(states) and states[first + step] != states[first]:
+            moved = tuple(replace(span, version=Version(span.version + step)) for span in answer.policy)
+            return replace(answer, policy=moved)
+    return None
 
 
 def mislabelled(reported: Sequence[float], recomputed: Sequence[float], limit: float) -> int:

@@ -49,6 +49,8 @@ class RolloutClient:
         key: The inference key.
         model: Name of the served model.
         deadline_s: Seconds over which one call is retried.
+        answer_s: Longest wait for one answer, in seconds; then it counts as lost and is asked again until
+            ``deadline_s``.
         clock: The machine's own by default.
         jitter: Gives numbers in [0, 1) that spread the retries; `random.random` by default.
     """
@@ -60,6 +62,7 @@ class RolloutClient:
         *,
         model: str = "",
         deadline_s: float = 120.0,
+        answer_s: float = 1800.0,
         clock: Clock | None = None,
         jitter: Callable[[], float] = random.random,
     ) -> None:
@@ -67,6 +70,7 @@ class RolloutClient:
         self._headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
         self._model = model
         self._deadline_s = deadline_s
+        self._answer_s = answer_s
         self._clock = clock or SystemClock()
         self._jitter = jitter
         self._session: aiohttp.ClientSession | None = None
@@ -77,7 +81,7 @@ class RolloutClient:
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),
-            timeout=aiohttp.ClientTimeout(total=None),
+            timeout=aiohttp.ClientTimeout(total=self._answer_s),
         )
         return self
 
@@ -160,7 +164,9 @@ class RolloutClient:
         try:
             async with self._session.post(self._base_url + path, data=body, headers=self._headers) as response:
                 answer = await response.read()
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        except TimeoutError as error:
+            raise UnavailableError(f"{self._base_url} gave no answer within {self._answer_s:g} s") from error
+        except (aiohttp.ClientError, OSError) as error:
             raise UnavailableError(f"{self._base_url} can't be reached: {error or type(error).__name__}") from error
         if response.status == _OK:
             return answer

@@ -8,7 +8,8 @@ from slackwater.errors import InvalidInputError
 from slackwater.weights.shards import build_index, build_shard, cut_shards
 from slackwater.weights.source import INDEX_FILE, FolderSource, ShardSource, TensorSource, side_files
 
-_CONFIG: Final = "config.json"
+CONFIG: Final = "config.json"
+"""The file without which a folder is no model."""
 
 
 class FolderImage(ShardSource):
@@ -58,6 +59,6 @@ def _with_index(source: FolderSource, files: Mapping[str, Path]) -> Mapping[str,
 
 
 def _image(shards: Mapping[str, bytearray], others: Mapping[str, bytes]) -> FolderImage:
-    if _CONFIG not in others:
-        raise InvalidInputError(f"an anchor needs a {_CONFIG}", hint="name a whole Hugging Face model folder")
+    if CONFIG not in others:
+        raise InvalidInputError(f"an anchor needs a {CONFIG}", hint="name a whole Hugging Face model folder")
     return FolderImage(shards=shards, others=others)

@@ -94,7 +94,8 @@ class FolderSource(ShardSource):
         CorruptError: A file breaks safetensors' rules, or is shorter or longer than its header says.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path | str) -> None:
+        folder = Path(folder)
         weight_map = _read_weight_map(folder)
         self.folder: Final = folder
         self.shards: Final[Mapping[str, Path]] = _find_shards(folder, weight_map)

@@ -35,8 +35,23 @@ class LabelCheck:
     answers: int
     unchecked: int
     """Answers whose versions fall, as over a rollback: one walk along the chain can't re-score them."""
+    shifted: int
+    """Answers that have a falsely labelled twin: one version off, with other weights."""
     shifted_caught: int
-    """Answers that the same check flags when all labels are one version off."""
+    """Twins that the same check flags when all labels are one version off."""
+
+    def plus(self, other: "LabelCheck") -> "LabelCheck":
+        """Both checks as one."""
+        return LabelCheck(
+            tokens=self.tokens + other.tokens,
+            mislabelled=self.mislabelled + other.mislabelled,
+            largest_difference=max(self.largest_difference, other.largest_difference),
+            tolerance=max(self.tolerance, other.tolerance),
+            answers=self.answers + other.answers,
+            unchecked=self.unchecked + other.unchecked,
+            shifted=self.shifted + other.shifted,
+            shifted_caught=self.shifted_caught + other.shifted_caught,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +99,7 @@ def claims(record: Record) -> dict[str, float]:
         "reward_gain": reward_gain([step.reward for step in record.steps]),
         "versions_served": len(versions),
         "mislabelled_tokens": record.labels.mislabelled,
-        "shifted_labels_caught": record.labels.shifted_caught / max(record.labels.answers, 1),
+        "shifted_labels_caught": record.labels.shifted_caught / max(record.labels.shifted, 1),
         "aborted_requests": sum(answer.finish not in _ENDED_WELL for answer in record.answers),
         "byte_exact": int(record.byte_exact),
         "pause_ms_p50": percentile(pauses, 0.5),

@@ -7,6 +7,7 @@ import shutil
 import signal
 from collections.abc import AsyncGenerator, Generator
 from dataclasses import dataclass, field, replace
+from functools import reduce
 
 import msgspec
 from rich.console import Console
@@ -113,12 +114,12 @@ class _Demo:
         """Train, let the fleet settle, check the labels, write the report."""
         with self._live():
             await self._train()
-            self.progress.phase = "comparing the fleet's weights with the trainer's"
+            self._say_phase("comparing the fleet's weights with the trainer's")
             byte_exact = await self._settle()
             await stop_all([self.cast.trainer, self.cast.gateway, *self.cast.replicas])
-            self.progress.phase = "re-scoring every token under the version that it claims"
+            self._say_phase("re-scoring every token under the version that it claims")
             labels = await self._check_labels()
-            self.progress.phase = "writing the report"
+            self._say_phase("writing the report")
             return await self._report(labels, byte_exact=byte_exact)
 
     @contextlib.contextmanager
@@ -174,8 +175,7 @@ class _Demo:
             "training": "training",
             "done": "trained",
         }
-        self.progress.phase = names.get(phase.name, phase.name)
-        self._say(f"{seconds_since_start():6.1f} s  {self.progress.phase}")
+        self._say_phase(names.get(phase.name, phase.name))
         if phase.name == "ready":
             self.model_ready.set()
 
@@ -184,6 +184,10 @@ class _Demo:
         await self.model_ready.wait()
         await self.cast.gateway.start()
         await keep_running(self.cast.gateway)
+
+    def _say_phase(self, phase: str) -> None:
+        self.progress.phase = phase
+        self._say(f"{seconds_since_start():6.1f} s  {phase}")
 
     def _say(self, line: str) -> None:
         if self.settings.plain or not self.console.is_terminal:
@@ -220,15 +224,7 @@ class _Demo:
         """Re-score each replica's answers in a process of its own, side by side."""
         await asyncio.gather(*(child.start() for child in self.cast.checkers))
         found = await asyncio.gather(*(_verdict(child) for child in self.cast.checkers))
-        return LabelCheck(
-            tokens=sum(part.tokens for part in found),
-            mislabelled=sum(part.mislabelled for part in found),
-            largest_difference=max(part.largest_difference for part in found),
-            tolerance=max(part.tolerance for part in found),
-            answers=sum(part.answers for part in found),
-            unchecked=sum(part.unchecked for part in found),
-            shifted_caught=sum(part.shifted_caught for part in found),
-        )
+        return reduce(LabelCheck.plus, found)
 
     async def _report(self, labels: LabelCheck, *, byte_exact: bool) -> Record:
         from slackwater.cli.demo.report import write_report  # noqa: PLC0415 - matplotlib, at the end alone

@@ -63,9 +63,13 @@ def plain(step: StepEvent, progress: Progress) -> str:
     held = " ".join(f"{view.name}=v{view.version}" for view in progress.replicas.values())
     delta = progress.published[-1].uploaded_bytes / 1e6 if progress.published else 0.0
     return (
-        f"step {step.step:3d}  reward {step.reward:.3f}  kl {step.mismatch_kl:.4f}  delta {delta:.1f} MB  "
+        f"step {step.step:3d}  reward {step.reward:.3f}  kl {_kl(step)}  delta {delta:.1f} MB  "
         f"rollout {step.rollout_s:.1f} s  update {step.update_s:.1f} s  publish {step.publish_s:.1f} s  {held}"
     )
+
+
+def _kl(step: StepEvent) -> str:
+    return f"{step.mismatch_kl:.4f}" if step.num_tokens else "–"
 
 
 def _trainer(steps: Sequence[StepEvent], total: int) -> RenderableType:
@@ -82,7 +86,7 @@ def _trainer(steps: Sequence[StepEvent], total: int) -> RenderableType:
         step = steps[-1]
         table.add_row(
             "mismatch",
-            f"KL(fleet‖trainer) {step.mismatch_kl:.4f}",
+            f"KL(fleet‖trainer) {_kl(step)}",
             f"{step.num_tokens} tokens",
             f"rollout {step.rollout_s:.1f} s · update {step.update_s:.1f} s · publish {step.publish_s:.1f} s",
         )
