@@ -64,7 +64,8 @@ REQUESTS = st.builds(
         seed=st.none() | st.integers(0, 2**63 - 1),
         stop_token_ids=st.lists(st.integers(0, 9), max_size=3).map(tuple),
     ),
-    policy=st.builds(PolicyConstraint, min_version=st.none() | VERSIONS, exact_version=st.none() | VERSIONS),
+    policy=st.builds(PolicyConstraint, min_version=st.none() | VERSIONS)
+    | st.builds(PolicyConstraint, min_version=st.just(Version(0)), exact_version=VERSIONS),
     forced_ids=st.lists(st.integers(0, 9), max_size=3).map(tuple),
     streamed=st.booleans(),
     model=st.text(max_size=9),
