@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -67,8 +68,8 @@ class Process:
 
     def __init__(self, logs: Path, *arguments: str, changes: Mapping[str, str] | None = None) -> None:
         logs.mkdir(parents=True, exist_ok=True)
-        number = sum(1 for _ in logs.iterdir())
-        self._out = logs / f"{number:02d}-{arguments[0]}.out"
+        # A folder of its own: two that start side by side must not write into one file.
+        self._out = Path(tempfile.mkdtemp(prefix=f"{arguments[0]}-", dir=logs)) / f"{arguments[0]}.out"
         self._err = self._out.with_suffix(".err")
         with self._out.open("wb") as out, self._err.open("wb") as err:
             self._child = subprocess.Popen(
