@@ -11,6 +11,11 @@ from uuid import uuid4
 
 import boto3
 import pytest
+from hypothesis import HealthCheck, settings
+
+# How long an example takes says more of the machine than of the code: no test fails by it.
+settings.register_profile("slackwater", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("slackwater")
 
 S3_ENVIRONMENT = {
     "AWS_ACCESS_KEY_ID": "test",
