@@ -9,20 +9,20 @@ import pytest
 from rich.console import Console
 
 from slackwater.cli.demo.cast import DemoSettings, assemble
-from slackwater.cli.demo.claims import LabelCheck, Record, SwapRecord, claims, failures, percentile, reward_gain
+from slackwater.cli.demo.claims import Record, SwapRecord, claims, failures, percentile, reward_gain
 from slackwater.cli.demo.events import (
-    AnswerRecord,
     Phase,
     PublishedEvent,
     StepEvent,
     decode_event,
-    decode_record,
     encode,
 )
 from slackwater.cli.demo.processes import Child, keep_running, stop_all
 from slackwater.cli.demo.report import write_report
 from slackwater.cli.demo.view import Progress, ReplicaView, draw, plain, sparkline
 from slackwater.errors import CorruptError, UnavailableError
+from slackwater.trainer.align import LabelCheck
+from slackwater.trainer.record import AnswerRecord, decode_record
 
 
 def step(number: int, reward: float) -> StepEvent:

@@ -17,8 +17,6 @@ import msgspec
 from platformdirs import user_cache_path
 
 from slackwater.bucket.open import open_bucket
-from slackwater.cli.demo.claims import LabelCheck
-from slackwater.cli.demo.events import decode_record
 from slackwater.delivery.fetcher import Fetcher
 from slackwater.engine.torch.replay import Replayer
 from slackwater.errors import CorruptError, InvalidInputError, NotFoundError
@@ -27,7 +25,8 @@ from slackwater.replica.prepare import prepare_anchor, prepare_delta
 from slackwater.replica.race import Stop
 from slackwater.rollout.evidence import PolicySpan
 from slackwater.rollout.request import SamplingSpec
-from slackwater.trainer.align import LabelledAnswer, mislabelled, shifted, tolerance, touching
+from slackwater.trainer.align import LabelCheck, LabelledAnswer, mislabelled, shifted, tolerance, touching
+from slackwater.trainer.record import decode_record
 
 _PROBE_TOKENS = 4
 """First tokens of a falsely labelled answer that are re-scored."""

@@ -52,6 +52,38 @@ class LabelledAnswer:
         return next((span for span in self.policy if span.version == version), None)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LabelCheck:
+    """What re-scoring every token found."""
+
+    tokens: int
+    mislabelled: int
+    largest_difference: float
+    """Nats, over all tokens, under the labels as reported."""
+    tolerance: float
+    """Nats."""
+    answers: int
+    unchecked: int
+    """Answers whose versions fall, as over a rollback: one walk along the chain can't re-score them."""
+    shifted: int
+    """Answers that have a falsely labelled twin: one version off, with other weights."""
+    shifted_caught: int
+    """Twins that the same check flags when all labels are one version off."""
+
+    def plus(self, other: "LabelCheck") -> "LabelCheck":
+        """Both checks as one."""
+        return LabelCheck(
+            tokens=self.tokens + other.tokens,
+            mislabelled=self.mislabelled + other.mislabelled,
+            largest_difference=max(self.largest_difference, other.largest_difference),
+            tolerance=max(self.tolerance, other.tolerance),
+            answers=self.answers + other.answers,
+            unchecked=self.unchecked + other.unchecked,
+            shifted=self.shifted + other.shifted,
+            shifted_caught=self.shifted_caught + other.shifted_caught,
+        )
+
+
 def tolerance(noise: float) -> float:
     """The largest difference that counts as equal, in nats.
 

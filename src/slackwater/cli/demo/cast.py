@@ -116,7 +116,7 @@ def assemble(settings: DemoSettings) -> Cast:
 
 def thread_environment(threads: int) -> dict[str, str]:
     """Give a process its share of cores, and let idle threads sleep: two processes whose idle threads spin on the
-    same cores slow each other down tenfold.
+    same cores slow each other down.
     """
     return {
         "OMP_NUM_THREADS": str(threads),

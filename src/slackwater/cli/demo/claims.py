@@ -4,8 +4,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from slackwater.cli.demo.events import AnswerRecord, PublishedEvent, StepEvent
+from slackwater.cli.demo.events import PublishedEvent, StepEvent
 from slackwater.errors import InternalError
+from slackwater.trainer.align import LabelCheck
+from slackwater.trainer.record import AnswerRecord
 
 MIN_SHIFTED_CAUGHT = 0.9
 """Below this share the label check is powerless, and the demo fails."""
@@ -20,38 +22,6 @@ class SwapRecord:
     version: int
     prepare_s: float
     pause_s: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LabelCheck:
-    """What re-scoring every token found."""
-
-    tokens: int
-    mislabelled: int
-    largest_difference: float
-    """Nats, over all tokens, under the labels as reported."""
-    tolerance: float
-    """Nats."""
-    answers: int
-    unchecked: int
-    """Answers whose versions fall, as over a rollback: one walk along the chain can't re-score them."""
-    shifted: int
-    """Answers that have a falsely labelled twin: one version off, with other weights."""
-    shifted_caught: int
-    """Twins that the same check flags when all labels are one version off."""
-
-    def plus(self, other: "LabelCheck") -> "LabelCheck":
-        """Both checks as one."""
-        return LabelCheck(
-            tokens=self.tokens + other.tokens,
-            mislabelled=self.mislabelled + other.mislabelled,
-            largest_difference=max(self.largest_difference, other.largest_difference),
-            tolerance=max(self.tolerance, other.tolerance),
-            answers=self.answers + other.answers,
-            unchecked=self.unchecked + other.unchecked,
-            shifted=self.shifted + other.shifted,
-            shifted_caught=self.shifted_caught + other.shifted_caught,
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -46,21 +46,7 @@ class StepEvent(msgspec.Struct, frozen=True, tag="step"):
 Event = Phase | PublishedEvent | StepEvent
 
 
-class AnswerRecord(msgspec.Struct, frozen=True):
-    """One answer in the run's record, a line of ``rollouts.jsonl``."""
-
-    prompt_ids: list[int]
-    token_ids: list[int]
-    logprobs: list[float]
-    policy: list[tuple[int, int, int]]
-    """``[version, start, end)`` over the tokens."""
-    replica: str
-    finish: str
-    reward: float
-    text: str
-
-
-def encode(event: Event | AnswerRecord) -> str:
+def encode(event: Event) -> str:
     """One line, without its end."""
     return msgspec.json.encode(event).decode()
 
@@ -75,15 +61,3 @@ def decode_event(line: str) -> Event:
         return msgspec.json.decode(line, type=Event)
     except msgspec.DecodeError as error:
         raise CorruptError(f"the trainer wrote {line[:120]!r}, which is no event: {error}") from error
-
-
-def decode_record(line: str | bytes) -> AnswerRecord:
-    """Read one line of a run's record.
-
-    Raises:
-        CorruptError: It is no record.
-    """
-    try:
-        return msgspec.json.decode(line, type=AnswerRecord)
-    except msgspec.DecodeError as error:
-        raise CorruptError(f"a rollout record is damaged: {error}", hint="run the demo again") from error

@@ -15,13 +15,15 @@ from rich.live import Live
 
 from slackwater.bucket.open import open_bucket, probe
 from slackwater.cli.demo.cast import Cast, DemoSettings, assemble
-from slackwater.cli.demo.claims import LabelCheck, Record, claims, failures
-from slackwater.cli.demo.events import Phase, PublishedEvent, StepEvent, decode_event, decode_record
+from slackwater.cli.demo.claims import Record, claims, failures
+from slackwater.cli.demo.events import Phase, PublishedEvent, StepEvent, decode_event
 from slackwater.cli.demo.fleet import FleetWatch
 from slackwater.cli.demo.processes import Child, keep_running, stop_all
 from slackwater.cli.demo.view import Progress, draw, plain
 from slackwater.cli.started import seconds_since_start
 from slackwater.errors import CorruptError, InvalidInputError, SwapError, UnavailableError
+from slackwater.trainer.align import LabelCheck
+from slackwater.trainer.record import decode_record
 
 _SETTLE_S = 60.0
 """Longest wait for the replicas to reach the last version."""

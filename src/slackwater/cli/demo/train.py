@@ -9,7 +9,7 @@ import torch
 
 from slackwater.api.auth import Keys
 from slackwater.bucket.open import open_bucket
-from slackwater.cli.demo.events import AnswerRecord, Event, Phase, PublishedEvent, StepEvent, encode
+from slackwater.cli.demo.events import Event, Phase, PublishedEvent, StepEvent, encode
 from slackwater.clock import SystemClock
 from slackwater.ids import RunId
 from slackwater.publish.publisher import Published, Publisher
@@ -18,6 +18,7 @@ from slackwater.trainer.recipes import digits
 from slackwater.trainer.recipes.grpo import GrpoConfig, Policy
 from slackwater.trainer.recipes.loop import Loop, LoopConfig, StepReport, Task
 from slackwater.trainer.recipes.smollm2 import ensure_model
+from slackwater.trainer.record import AnswerRecord, encode_record
 
 MODEL_NAME = "policy"
 """The name under which the demo's fleet serves."""
@@ -85,7 +86,7 @@ def _published(item: Published) -> PublishedEvent:
 
 
 def _on_step(report: StepReport, record: TextIO) -> None:
-    record.writelines(encode(line) + "\n" for line in _records(report))
+    record.writelines(encode_record(line) + "\n" for line in _records(report))
     record.flush()
     tell(
         StepEvent(

@@ -1,0 +1,36 @@
+"""The record of a run's answers, one JSON object a line: what `slackwater replay` re-scores."""
+
+import msgspec
+
+from slackwater.errors import CorruptError
+
+
+class AnswerRecord(msgspec.Struct, frozen=True):
+    """One answer in the run's record, a line of ``rollouts.jsonl``."""
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+    policy: list[tuple[int, int, int]]
+    """``[version, start, end)`` over the tokens."""
+    replica: str
+    finish: str
+    reward: float
+    text: str
+
+
+def encode_record(record: AnswerRecord) -> str:
+    """One line, without its end."""
+    return msgspec.json.encode(record).decode()
+
+
+def decode_record(line: str | bytes) -> AnswerRecord:
+    """Read one line of a run's record.
+
+    Raises:
+        CorruptError: It is no record.
+    """
+    try:
+        return msgspec.json.decode(line, type=AnswerRecord)
+    except msgspec.DecodeError as error:
+        raise CorruptError(f"a rollout record is damaged: {error}", hint="run the demo again") from error
