@@ -26,7 +26,7 @@ from slackwater.publish.publisher import Publisher
 from slackwater.publish.restore import restore
 from slackwater.testing.bucket import Fault, FaultyBucket, MemoryBucket
 from slackwater.testing.clock import ManualClock
-from slackwater.weights.shards import build_shard, cut_shards
+from slackwater.checkpoint.shards import build_shard, cut_shards
 from slackwater.weights.source import FolderSource, TensorSource
 from slackwater.weights.state_dict import StateDictSource
 

@@ -16,7 +16,7 @@ from slackwater.checkpoint.tensor import TILE_ELEMENTS, Bits, TensorSpec
 from slackwater.errors import CorruptError, InvalidInputError, NotFoundError
 from slackwater.weights.diff import diff, hash_source
 from slackwater.weights.image import take_image
-from slackwater.weights.shards import build_index, build_shard, cut_shards, read_slots
+from slackwater.checkpoint.shards import build_index, build_shard, cut_shards, read_slots
 from slackwater.weights.source import INDEX_FILE, FolderSource, ShardSource, side_files
 from slackwater.weights.state_dict import StateDictSource
 

@@ -1,4 +1,4 @@
-"""The two digests of the format: SHA-256 for objects and states, XXH3-128 for tiles."""
+"""Digests of bytes: SHA-256 for objects and states, XXH3-64 for tiles. See also `slackwater.checkpoint.element_sum`."""
 
 import hashlib
 
@@ -14,9 +14,9 @@ def object_digest(body: bytes | bytearray | memoryview) -> ObjectDigest:
     return ObjectDigest(hashlib.sha256(body).hexdigest())
 
 
-def tile_digest(bits: Bits) -> str:
-    """XXH3-128 (seed 0) of a tile's little-endian bytes, in lower-case hex.
+def tile_digest(bits: Bits) -> int:
+    """XXH3-64 (seed 0) of a tile's little-endian bytes.
 
     Fast enough to be taken before and after each write. It finds accidents; attacks are SHA-256's part.
     """
-    return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(bits).view(np.uint8).data)
+    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(bits).view(np.uint8).data)

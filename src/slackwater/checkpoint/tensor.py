@@ -4,6 +4,7 @@ Bits are compared, never values: every pattern is legal (NaN payloads, -0, e8m0)
 """
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -16,8 +17,11 @@ from slackwater.errors import InvalidInputError
 Bits = npt.NDArray[np.unsignedinteger[Any]]
 """A flat array of unsigned integers, one per element, as wide as the element. Little-endian on the wire."""
 
-TILE_ELEMENTS: Final = 4 * 1024 * 1024
-"""Most elements in a tile: the unit of encoding, hashing, retry and parallelism."""
+TILE_BYTES: Final = 8 * 1024 * 1024
+"""Most bytes in a tile, where a line fits: 4 Mi elements of bf16. The unit of hashing, writing, retry and sharding."""
+
+SHARDS: Final = 16
+"""Cuts lie at sixteenths of a tensor, so that up to so many tensor-parallel ranks need no other rank's tiles."""
 
 WIDTHS: Final[dict[str, int]] = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
@@ -61,24 +65,99 @@ class TensorSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tile:
-    """Elements ``[start, start + count)`` of a tensor, in flat row-major order."""
+    """A rectangle of a tensor: ``rows`` times ``cols`` elements, row by row. Most tiles are one row: contiguous."""
 
     index: int
     start: int
-    count: int
+    """Its first element, in flat row-major order."""
+    rows: int = 1
+    cols: int
+    """Elements of a row, which are contiguous."""
+    stride: int = 0
+    """Elements from the start of a row to that of the next; 0 where there is one row."""
+
+    @property
+    def count(self) -> int:
+        """Elements of the tile."""
+        return self.rows * self.cols
+
+    def take(self, bits: Bits) -> Bits:
+        """The tile out of its tensor's flat bits: a view, or a copy where it has several rows."""
+        if self.rows == 1:
+            return bits[self.start : self.start + self.cols]
+        return self._rectangle(bits).reshape(-1)
+
+    def put(self, bits: Bits, values: Bits) -> None:
+        """Write the whole tile into its tensor's flat bits."""
+        if self.rows == 1:
+            bits[self.start : self.start + self.cols] = values
+        else:
+            self._rectangle(bits)[:] = values.reshape(self.rows, self.cols)
+
+    def in_tensor(self, positions: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
+        """Flat indexes in the tensor of positions in the tile."""
+        if self.rows == 1:
+            return positions.astype(np.int64) + self.start
+        rows, cols = np.divmod(positions.astype(np.int64), self.cols)
+        return self.start + rows * self.stride + cols
+
+    def _rectangle(self, bits: Bits) -> Bits:
+        return bits.reshape(self.rows, self.stride)[:, self.start : self.start + self.cols]
+
+
+_SPLIT_BY_COLUMN: Final = re.compile(r"(?:^|\.)(?:o_proj|down_proj|out_proj|w2|wo|wo_b|fc2)\.weight(?:_packed)?$")
+"""Weights whose tensor-parallel ranks hold columns: the second of two multiplications in a row."""
+_EXPERT: Final = re.compile(r"\.experts\.\d+\.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Cut:
+    """How a tensor is cut along one axis: sections that no tile crosses, and tiles of equal length in each."""
+
+    by_column: bool
+    section: int
+    """Lines of a section."""
+    length: int
+    """Lines of a tile; a section's last one may have fewer."""
+    lines: int
+    """Lines of the tensor."""
+    line: int
+    """Elements of a line."""
+    cross: int
+    """How often a line's parts lie apart: 1, or the rows of a tensor that is cut by column."""
+
+    @property
+    def per_section(self) -> int:
+        return -(-self.section // self.length)
+
+    @property
+    def count(self) -> int:
+        return self.lines // self.section * self.per_section if self.line and self.lines else 0
+
+    def tile(self, index: int) -> Tile:
+        section, place = divmod(index, self.per_section)
+        begin = section * self.section + place * self.length
+        cols = min(self.length, (section + 1) * self.section - begin) * self.line // self.cross
+        start = begin * self.line // self.cross
+        if not self.by_column:
+            return Tile(index=index, start=start, cols=cols)
+        return Tile(index=index, start=start, rows=self.cross, cols=cols, stride=self.lines * self.line // self.cross)
 
 
 def tiles(spec: TensorSpec) -> Iterator[Tile]:
-    """Cut a tensor into tiles: whole rows (slices of the first axis), at most `TILE_ELEMENTS` each.
+    """Cut a tensor into tiles. See docs/format.md, section 2.
 
-    A row longer than that is a tile of its own. A tensor without elements has no tiles.
+    A tensor of at most `TILE_BYTES` is one tile, and one without elements has none. A larger one is cut along its
+    first axis, or along its second where ranks hold columns of it, at sixteenths of that axis where it has them. An
+    expert is not cut at sixteenths: its rank needs all of it.
     """
-    return (tile_at(spec, index) for index in range(tile_count(spec)))
+    cut = _cut(spec)
+    return map(cut.tile, range(cut.count))
 
 
 def tile_count(spec: TensorSpec) -> int:
     """How many tiles `tiles` cuts. Cheap, whatever the shape claims."""
-    return len(_starts(spec))
+    return _cut(spec).count
 
 
 def tile_at(spec: TensorSpec, index: int) -> Tile:
@@ -87,16 +166,27 @@ def tile_at(spec: TensorSpec, index: int) -> Tile:
     Raises:
         InvalidInputError: The tensor has no such tile.
     """
-    starts = _starts(spec)
-    if not 0 <= index < len(starts):
-        raise InvalidInputError(f"{spec.name} has {len(starts)} tiles, not a tile {index}")
-    return Tile(index=index, start=starts[index], count=min(starts.step, spec.num_elements - starts[index]))
+    cut = _cut(spec)
+    if not 0 <= index < cut.count:
+        raise InvalidInputError(f"{spec.name} has {cut.count} tiles, not a tile {index}")
+    return cut.tile(index)
 
 
-def _starts(spec: TensorSpec) -> range:
-    row = math.prod(spec.shape[1:])
-    step = max(1, TILE_ELEMENTS // max(row, 1)) * row
-    return range(0, spec.num_elements, max(step, 1))
+def _cut(spec: TensorSpec) -> _Cut:
+    if spec.num_bytes <= TILE_BYTES:
+        return _Cut(by_column=False, section=1, length=1, lines=1, line=spec.num_elements, cross=1)
+    by_column = len(spec.shape) > 1 and _SPLIT_BY_COLUMN.search(spec.name) is not None and not _is_expert(spec)
+    lines = spec.shape[1 if by_column else 0]
+    line = spec.num_elements // lines
+    sections = 1 if lines % SHARDS or _is_expert(spec) else SHARDS
+    section = lines // sections
+    length = min(section, max(1, TILE_BYTES // (line * WIDTHS[spec.dtype])))
+    cross = spec.shape[0] if by_column else 1
+    return _Cut(by_column=by_column, section=section, length=length, lines=lines, line=line, cross=cross)
+
+
+def _is_expert(spec: TensorSpec) -> bool:
+    return _EXPERT.search(spec.name) is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,6 +199,13 @@ class TileWrite:
     """Sorted offsets inside the tile, each once; None: every element of the tile is written."""
     values: Bits
     """The new bits: one per position, or one per element of the tile."""
+
+    def put(self, bits: Bits) -> None:
+        """Write it into its tensor's flat, writable bits."""
+        if self.positions is None:
+            self.tile.put(bits, self.values)
+        else:
+            bits[self.tile.in_tensor(self.positions)] = self.values
 
     @property
     def num_bytes(self) -> int:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from slackwater.checkpoint.tensor import Bits, TensorSpec
 from slackwater.errors import CorruptError, InvalidInputError, NotFoundError
-from slackwater.weights.shards import Slot, read_slots
+from slackwater.checkpoint.shards import Slot, read_slots
 
 INDEX_FILE: Final = "model.safetensors.index.json"
 

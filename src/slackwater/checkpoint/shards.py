@@ -9,6 +9,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Annotated, Any, Final, NoReturn, Protocol
 
 import msgspec
@@ -25,6 +26,7 @@ MAX_HEADER_BYTES: Final = 100_000_000
 """safetensors' own bound."""
 
 _METADATA: Final = "__metadata__"
+_TORCH: Final = MappingProxyType({"format": "pt"})
 _ALIGNMENT: Final = 8
 _Buffer = bytearray | bytes | memoryview | npt.NDArray[np.uint8]
 _Offset = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -69,16 +71,38 @@ def read_slots(file: str, buffer: _Buffer) -> Mapping[str, Slot]:
     Raises:
         CorruptError: The header breaks safetensors' rules or doesn't fit the file; the message names both.
     """
+    header = _header_text(file, buffer)
+    start = _ALIGNMENT + len(header)
+    spans = _parse(file, header)
+    _check_cover(file, spans, len(buffer) - start)
+    return {name: _slot(file, name, span, start) for name, span in sorted(spans.items())}
+
+
+def read_metadata(file: str, buffer: _Buffer) -> Mapping[str, str]:
+    """Read the text that a file carries beside its tensors, ``__metadata__``; empty where it has none.
+
+    Args:
+        file: Its name, for messages.
+        buffer: The whole file, mapped or held.
+
+    Raises:
+        CorruptError: The header can't be read, or holds something else than strings there.
+    """
+    try:
+        raw = msgspec.json.decode(_header_text(file, buffer), type=dict[str, msgspec.Raw]).get(_METADATA)
+        return {} if raw is None else msgspec.json.decode(raw, type=dict[str, str])
+    except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
+        raise CorruptError(f"{file}: its metadata can't be read: {error}") from error
+
+
+def _header_text(file: str, buffer: _Buffer) -> bytes:
     size = len(buffer)
     if size < _ALIGNMENT:
         _refuse(file, f"{size} bytes are too few for a header")
     (length,) = struct.unpack("<Q", bytes(buffer[:_ALIGNMENT]))
     if length > min(MAX_HEADER_BYTES, size - _ALIGNMENT):
         _refuse(file, f"its header of {length} bytes doesn't fit a file of {size}")
-    start = _ALIGNMENT + length
-    spans = _parse(file, bytes(buffer[_ALIGNMENT:start]))
-    _check_cover(file, spans, size - start)
-    return {name: _slot(file, name, span, start) for name, span in sorted(spans.items())}
+    return bytes(buffer[_ALIGNMENT : _ALIGNMENT + length])
 
 
 def _parse(file: str, header: bytes) -> dict[str, _Span]:
@@ -149,9 +173,9 @@ def _groups(specs: Sequence[TensorSpec], limit: int) -> Iterator[tuple[TensorSpe
     yield tuple(group)
 
 
-def build_shard(shard: Shard, source: ReadsBits) -> bytearray:
-    """The file's bytes: an ordinary safetensors file that any reader takes."""
-    header = _header(shard.specs)
+def build_shard(shard: Shard, source: ReadsBits, metadata: Mapping[str, str] = _TORCH) -> bytearray:
+    """The file's bytes: an ordinary safetensors file that any reader takes, ``metadata`` as its ``__metadata__``."""
+    header = _header(shard.specs, metadata)
     body = bytearray(len(header) + sum(spec.num_bytes for spec in shard.specs))
     body[: len(header)] = header
     offset = len(header)
@@ -161,8 +185,8 @@ def build_shard(shard: Shard, source: ReadsBits) -> bytearray:
     return body
 
 
-def _header(specs: Sequence[TensorSpec]) -> bytes:
-    entries: dict[str, Any] = {_METADATA: {"format": "pt"}}
+def _header(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
+    entries: dict[str, Any] = {_METADATA: dict(metadata)}
     end = 0
     for spec in specs:
         begin, end = end, end + spec.num_bytes

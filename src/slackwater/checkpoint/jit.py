@@ -1,0 +1,57 @@
+"""Compiled kernels: plain loops over the caller's numpy arrays, which numba turns into machine code.
+
+A kernel allocates nothing, keeps nothing and releases the GIL. Its machine code is kept on the disk after the first use
+on a machine. Inside a kernel bounds are not checked: its caller has checked the sizes of every array that it passes.
+
+In numba an unsigned and a signed 64-bit integer make a float, so kernels keep both kinds apart: counters and positions
+are signed, words are unsigned, and each conversion is written out.
+"""
+
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar, cast
+
+import numba
+import numpy as np
+import numpy.typing as npt
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
+
+Words = npt.NDArray[np.uint64]
+"""A bit stream, least significant bit first, as 64-bit words."""
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def kernel(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Compile a function at its first call, for the array types that it is called with."""
+    return cast("Callable[_P, _R]", numba.njit(function, nogil=True, cache=True))
+
+
+@intrinsic
+def _cttz(_context: Any, _word: Any) -> Any:
+    def build(_: Any, builder: Any, __: Any, arguments: Any) -> Any:
+        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 0))
+
+    return types.uint64(types.uint64), build
+
+
+@intrinsic
+def _ctlz(_context: Any, _word: Any) -> Any:
+    def build(_: Any, builder: Any, __: Any, arguments: Any) -> Any:
+        return builder.ctlz(arguments[0], ir.Constant(ir.IntType(1), 0))
+
+    return types.uint64(types.uint64), build
+
+
+@kernel
+def trailing_zeros(word: Any) -> int:
+    """Zero bits below the lowest one bit of a 64-bit word; 64 for zero."""
+    return np.int64(_cttz(np.uint64(word)))  # pyright: ignore[reportReturnType] : an int to its callers, all compiled
+
+
+@kernel
+def leading_zeros(word: Any) -> int:
+    """Zero bits above the highest one bit of a 64-bit word; 64 for zero."""
+    return np.int64(_ctlz(np.uint64(word)))  # pyright: ignore[reportReturnType] : an int to its callers, all compiled
