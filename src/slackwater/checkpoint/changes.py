@@ -11,8 +11,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from slackwater.checkpoint.jit import Words, kernel, trailing_zeros
-from slackwater.checkpoint.tensor import Bits
+from slackwater.checkpoint.jit import kernel, trailing_zeros
+from slackwater.checkpoint.tensor import Bits, Words
 
 _WORD_BYTES: Final = 8
 _BLOCK: Final = 64
@@ -54,22 +54,32 @@ def find_changes(old: Bits, new: Bits, limit: int | None = None) -> Changes | No
     flags = np.empty(_BLOCK, dtype=np.uint8)
     found, at, count = _room(old.size // _FIRST_GUESS), 0, 0
     while True:
-        blocks, count = _scan(
-            read_only(old[at:]), read_only(new[at:]), flags, flags.view(np.uint64), at, count, *found
-        )
+        blocks, count = _scan(read_only(old[at:]), read_only(new[at:]), flags, flags.view(np.uint64), at, count, *found)
         at += blocks * _BLOCK
         if limit is not None and count > limit:
             return None
         if at + _BLOCK > old.size:
             break
-        found = tuple(np.concatenate((array, np.empty_like(array))) for array in found)
+        found = _twice(found)
     return _with_tail(old, new, at, Changes(positions=found[0][:count], old=found[1][:count], new=found[2][:count]))
 
 
-def _room(count: int) -> tuple[Positions, Words, Words]:
+_Room = tuple[Positions, Words, Words]
+
+
+def _room(count: int) -> _Room:
     # Small on purpose: numpy asks for huge pages above 4 MiB, and clearing them costs more than growing twice.
     size = count + _BLOCK
     return np.empty(size, dtype=np.uint32), np.empty(size, dtype=np.uint64), np.empty(size, dtype=np.uint64)
+
+
+def _twice(found: _Room) -> _Room:
+    positions, old, new = found
+    return (
+        np.concatenate((positions, np.empty_like(positions))),
+        np.concatenate((old, np.empty_like(old))),
+        np.concatenate((new, np.empty_like(new))),
+    )
 
 
 def _with_tail(old: Bits, new: Bits, begin: int, found: Changes) -> Changes:
@@ -102,7 +112,7 @@ def _scan(
     old: Bits, new: Bits, flags: npt.NDArray[np.uint8], words: Words, begin: int, count: int,
     positions: Positions, before: Words, after: Words,
 ) -> tuple[int, int]:  # fmt: skip
-    """Find changes in whole blocks of 64. A block becomes one word of flags, so that the processor seldom guesses wrong.
+    """Find changes in whole blocks of 64. A block becomes a word of flags, so that the processor seldom guesses wrong.
 
     Args:
         old: The bits before.

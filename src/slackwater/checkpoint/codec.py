@@ -1,220 +1,310 @@
-"""One tile of a delta, to bytes and back. Normative page: docs/format.md.
+"""Bodies of a delta, to bytes and back. Normative page: docs/format.md.
 
-A changed element is told by its *gap* from the changed element before it and by its *step*: the distance
-between old and new bits once these are put in the order of the numbers they stand for. Training moves most
-weights to a neighbour, so steps are tiny; the map is a bijection on all bit patterns, NaN payloads included.
-
-Nothing decoded is given out before it has been checked against the digest that the manifest names.
+A body makes one tile, or several small ones of one dtype. Nothing decoded is given out before it has been checked
+against the digests that the manifest names.
 """
 
-import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, NoReturn
 
 import numpy as np
-import numpy.typing as npt
-import zstandard
 
+from slackwater.checkpoint.changes import Changes, find_changes, scatter
+from slackwater.checkpoint.dense import decode_dense, encode_dense
 from slackwater.checkpoint.digest import tile_digest
-from slackwater.checkpoint.manifest import TensorEntry, TileEntry
-from slackwater.checkpoint.planes import (
-    join_planes,
-    narrowest,
-    split_planes,
-    steps_between,
-    steps_onto,
-)
-from slackwater.checkpoint.tensor import Bits, Tile, TileWrite
+from slackwater.checkpoint.element_sum import element_sum, seed_of, sum_change
+from slackwater.checkpoint.manifest import BodyEntry, Encoding, TileEntry
+from slackwater.checkpoint.sparse import contexts_of, decode_sparse, encode_sparse
+from slackwater.checkpoint.tensor import Bits, TensorSpec, Tile, TileWrite
 from slackwater.errors import CorruptError, InvalidInputError, WrongBaseError
 
-LEVEL: Final = 1
-"""zstd's level for writing; readers take any."""
+Level = Literal["fast", "wan"]
+"""``fast``: at memory-like speed, and readers touch changed elements alone. ``wan``: the fewest bytes that we know;
+readers walk the old bits."""
 
 DENSE_SHARE: Final = 8
 """Above one changed element in this many, a dense write is cheaper than a scattered one."""
 
-_FULL_TRIED_ABOVE: Final = 4
-"""A sparse body under a quarter of the tile's bytes is taken without trying ``full``."""
+_DENSE_TRIED_ABOVE: Final = 8
+"""A dense body has an eighth of the tile's bytes or more (of 16-bit elements), so smaller bodies are taken at once."""
 
-_SPARSE: Final = struct.Struct("<IBBH")
-"""Count, bytes of a gap, bytes of a step, zero."""
+_SPARSE_SHARE: Final = 10
+"""Above one changed element in this many, ``fast`` takes a body whose time doesn't depend on what changes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """A tile and the tensor that it is of."""
+
+    spec: TensorSpec
+    tile: Tile
+
+    def __str__(self) -> str:
+        return f"{self.spec.name} tile {self.tile.index}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodedTile:
-    """A tile's body and what it says."""
+    """What a body says of one of its tiles."""
 
-    encoding: Literal["sparse", "full"]
-    body: bytes
+    place: Place
     changed: int
     """Elements whose bits differ; at least 1."""
+    pre: int
+    """`tile_digest` before."""
+    post: int
+    """`tile_digest` after."""
+    sum_change: int
+    """What the tile adds to its tensor's element sum, modulo 2**64."""
 
 
-def encode_tile(old: Bits, new: Bits) -> EncodedTile | None:
-    """Encode what changed between two states of one tile; None where no bit did.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncodedBody:
+    """A body and the tiles that it makes."""
+
+    encoding: Encoding
+    body: bytes
+    tiles: tuple[EncodedTile, ...]
+
+
+def encode_body(
+    places: Sequence[Place], olds: Sequence[Bits], news: Sequence[Bits], level: Level
+) -> EncodedBody | None:
+    """Encode what changed in some tiles of one dtype; None where no bit did. Tiles that stay are left out.
 
     Args:
-        old: The parent's bits.
-        new: The new bits; as many and as wide.
+        places: The tiles.
+        olds: Their bits before, flat.
+        news: Their bits after.
+        level: How much time to spend for how many bytes.
 
     Raises:
-        InvalidInputError: The two differ in dtype or size.
+        InvalidInputError: Dtypes or sizes differ, or ``news`` were written meanwhile.
     """
-    if old.dtype != new.dtype or old.shape != new.shape:
-        raise InvalidInputError(f"a tile of {old.dtype} {old.shape} can't become {new.dtype} {new.shape}")
-    positions = np.flatnonzero(old != new)
-    if positions.size == 0:
+    for place, old, new in zip(places, olds, news, strict=True):
+        if not old.dtype == new.dtype == places[0].spec.bits_dtype or not old.shape == new.shape == (place.tile.count,):
+            raise InvalidInputError(f"{place} can't go from {old.dtype} {old.shape} to {new.dtype} {new.shape} here")
+    posts = [tile_digest(new) for new in news]
+    changes = _find_all(olds, news, level)
+    kept = [index for index in range(len(places)) if _differs(changes, index, olds, news)]
+    if not kept:
         return None
-    body = _sparse_body(positions, old[positions], new[positions])
-    if len(body) * _FULL_TRIED_ABOVE > new.nbytes:
-        full = _pack(b"", split_planes(new))
-        if len(full) < len(body):
-            return EncodedTile(encoding="full", body=full, changed=positions.size)
-    return EncodedTile(encoding="sparse", body=body, changed=positions.size)
+    held, made = [olds[index] for index in kept], [news[index] for index in kept]
+    found = None if changes is None else [changes[index] for index in kept]
+    encoding, body = _smallest(places[0].spec.dtype, held, made, found, level)
+    tiles = tuple(
+        _encoded_tile(places[i], olds[i], news[i], posts[i], None if changes is None else changes[i]) for i in kept
+    )
+    return EncodedBody(encoding=encoding, body=body, tiles=tiles)
 
 
-def _sparse_body(positions: npt.NDArray[np.int64], old: Bits, new: Bits) -> bytes:
-    gaps = narrowest(np.diff(positions, prepend=-1) - 1)
-    steps = steps_between(old, new)
-    head = _SPARSE.pack(positions.size, gaps.itemsize, steps.itemsize, 0)
-    return _pack(head, [*split_planes(gaps), *split_planes(steps)])
+def _differs(changes: list[Changes] | None, index: int, olds: Sequence[Bits], news: Sequence[Bits]) -> bool:
+    if changes is not None:
+        return changes[index].count > 0
+    return not np.array_equal(olds[index], news[index])
 
 
-def _pack(head: bytes, planes: list[bytes]) -> bytes:
-    compressor = zstandard.ZstdCompressor(level=LEVEL)
-    frames = [compressor.compress(plane) for plane in planes]
-    return b"".join((head, struct.pack(f"<{len(frames)}I", *map(len, frames)), *frames))
+def _find_all(olds: Sequence[Bits], news: Sequence[Bits], level: Level) -> list[Changes] | None:
+    """What changed in each tile; None where a sparse body would take too long."""
+    left = sum(old.size for old in olds)
+    if level == "fast":
+        left = max(left // _SPARSE_SHARE, 1)
+    result: list[Changes] = []
+    for old, new in zip(olds, news, strict=True):
+        found = find_changes(old, new, left)
+        if found is None:
+            return None
+        left -= found.count
+        result.append(found)
+    return result
 
 
-def decode_tile(entry: TensorEntry, tile: Tile, tile_entry: TileEntry, body: memoryview, old: Bits) -> TileWrite | None:
-    """Decode one listed tile against the bits now held, and prove the result before giving it out.
+def _smallest(
+    dtype: str, olds: Sequence[Bits], news: Sequence[Bits], changes: list[Changes] | None, level: Level
+) -> tuple[Encoding, bytes]:
+    size = sum(new.nbytes for new in news)
+    best: tuple[Encoding, bytes] | None = None
+    if changes is not None:
+        best = "sparse", encode_sparse(dtype, olds, changes, by_exponent=level == "wan")
+    if best is None or len(best[1]) * _DENSE_TRIED_ABOVE > size:
+        dense = encode_dense(olds, news)
+        if dense is not None and (best is None or len(dense) < len(best[1])):
+            best = "dense", dense
+    if best is None or len(best[1]) >= size:
+        best = "full", b"".join(np.ascontiguousarray(new).data for new in news)
+    return best
+
+
+def _encoded_tile(place: Place, old: Bits, new: Bits, post: int, changes: Changes | None) -> EncodedTile:
+    seed = seed_of(place.spec.name)
+    if changes is None:
+        changed = int(np.count_nonzero(old != new))
+        moved = (element_sum(seed, place.tile, new) - element_sum(seed, place.tile, old)) % (1 << 64)
+    else:
+        changed, moved = changes.count, sum_change(seed, place.tile, changes)
+    if tile_digest(new) != post:
+        raise InvalidInputError(
+            f"{place} was written while it was encoded", hint="let publish() return before the next optimizer step"
+        )
+    return EncodedTile(place=place, changed=changed, pre=tile_digest(old), post=post, sum_change=moved)
+
+
+def decode_body(
+    places: Sequence[Place], entry: BodyEntry, body: memoryview, olds: Sequence[Bits]
+) -> list[TileWrite | None]:
+    """Decode a body against the bits now held, and prove the result before giving it out.
 
     Args:
-        entry: The tensor as the manifest lists it.
-        tile: The tile of ``entry.spec`` at ``tile_entry.index``.
-        tile_entry: What the manifest says of the body.
-        body: The body's bytes, already checked as part of their object.
-        old: ``tile.count`` elements as held now; only read.
+        places: The tiles that the manifest lists for it.
+        entry: What the manifest says of it.
+        body: Its bytes, already checked as part of their object.
+        olds: Each tile's elements as held now, flat; only read.
 
     Returns:
-        The write, or None where the tile already has its new bits: applying a delta twice is harmless.
+        A write for each tile, or None where it already has its new bits: applying a delta twice is harmless.
 
     Raises:
         WrongBaseError: The bits held are neither the delta's old ones nor its new ones.
         CorruptError: The body breaks the format, or doesn't make what the manifest says.
-        InvalidInputError: ``old`` isn't this tile.
+        InvalidInputError: ``olds`` aren't these tiles.
     """
-    where = f"{entry.name} tile {tile.index}"
-    if old.dtype != entry.spec.bits_dtype or old.shape != (tile.count,):
-        raise InvalidInputError(f"{where} has {tile.count} elements of {entry.dtype}, not {old.dtype} {old.shape}")
-    if len(body) != tile_entry.length:
-        _corrupt(where, "length", f"the body has {len(body)} bytes, the manifest says {tile_entry.length}")
-    held = tile_digest(old)
-    if held == tile_entry.post:
-        return None
-    if tile_entry.encoding != "raw" and held != tile_entry.pre:
-        raise WrongBaseError(f"{where} isn't what the delta was made on", hint="catch up from an anchor")
-    if tile_entry.encoding == "sparse":
-        return _sparse_write(entry, tile, tile_entry, body, old)
-    values = decode_dense(entry, tile, tile_entry, body)
-    if tile_entry.encoding == "full":
-        _check_changed(where, tile_entry, int(np.count_nonzero(old != values)))
-    return TileWrite(name=entry.name, tile=tile, positions=None, values=values)
+    done = _check_held(places, entry, body, olds)
+    if all(done):
+        return [None] * len(done)
+    parts = _decode(places, entry, body, olds)
+    return [
+        None if is_done else _prove(place, tile, old, part)
+        for place, tile, old, part, is_done in zip(places, entry.tiles, olds, parts, done, strict=True)
+    ]
 
 
-def decode_dense(entry: TensorEntry, tile: Tile, tile_entry: TileEntry, body: memoryview) -> Bits:
-    """The bits of a ``raw`` or ``full`` body, proved; raw ones are a view of ``body``, without a copy.
+def apply_body(places: Sequence[Place], entry: BodyEntry, body: memoryview, held: Sequence[Bits]) -> int:
+    """Decode a body into the bits that it was made for, in place, without a copy of them.
+
+    Args:
+        places: The tiles that the manifest lists for it.
+        entry: What the manifest says of it.
+        body: Its bytes, already checked as part of their object.
+        held: Each tile's elements, flat and writable. They are as before if an error is raised.
+
+    Returns:
+        How many tiles were written; those that have their new bits already are not.
 
     Raises:
+        WrongBaseError: The bits held are neither the delta's old ones nor its new ones.
         CorruptError: The body breaks the format, or doesn't make what the manifest says.
+        InvalidInputError: ``held`` aren't these tiles.
     """
-    where, dtype = f"{entry.name} tile {tile.index}", entry.spec.bits_dtype
-    if tile_entry.encoding == "raw":
-        if len(body) != tile.count * dtype.itemsize:
-            _corrupt(where, "length", f"{tile.count} elements of {entry.dtype} don't fill {len(body)} bytes")
-        values: Bits = np.frombuffer(body, dtype=dtype)
-    else:
-        values = join_planes(_unpack(where, body, 0, [tile.count] * dtype.itemsize), dtype)
-    _check_post(where, tile_entry, values)
-    return values
-
-
-def _sparse_write(entry: TensorEntry, tile: Tile, tile_entry: TileEntry, body: memoryview, old: Bits) -> TileWrite:
-    where = f"{entry.name} tile {tile.index}"
-    positions, steps = _read_sparse(where, tile, body, old.dtype)
-    _check_changed(where, tile_entry, positions.size)
-    values = steps_onto(old[positions], steps)
-    result = old.copy()
-    result[positions] = values
-    _check_post(where, tile_entry, result)
-    if positions.size * DENSE_SHARE > tile.count:
-        return TileWrite(name=entry.name, tile=tile, positions=None, values=result)
-    return TileWrite(name=entry.name, tile=tile, positions=positions.astype(np.uint32), values=values)
-
-
-def _read_sparse(
-    where: str, tile: Tile, body: memoryview, dtype: np.dtype[np.unsignedinteger]
-) -> tuple[npt.NDArray[np.uint64], Bits]:
-    if len(body) < _SPARSE.size:
-        _corrupt(where, "header", f"it needs {_SPARSE.size} bytes and the body has {len(body)}")
-    count, gap_width, step_width, zero = _SPARSE.unpack_from(body)
-    if not 1 <= count <= tile.count:
-        _corrupt(where, "count", f"{count} changed elements in a tile of {tile.count}")
-    if gap_width not in (1, 2, 4):
-        _corrupt(where, "gap width", f"{gap_width} is none of 1, 2 and 4")
-    if step_width != dtype.itemsize:
-        _corrupt(where, "step width", f"{step_width}, and an element has {dtype.itemsize} bytes")
-    if zero != 0:
-        _corrupt(where, "reserved", f"{zero} instead of 0")
-    planes = _unpack(where, body, _SPARSE.size, [count] * (gap_width + step_width))
-    gaps = join_planes(planes[:gap_width], np.dtype(f"<u{gap_width}"))
-    # 64 bits hold the sum of any 2**32 gaps of 32 bits, so no sum wraps round to a small position.
-    positions = np.cumsum(gaps, dtype=np.uint64) + np.arange(count, dtype=np.uint64)
-    if int(positions[-1]) >= tile.count:
-        _corrupt(where, "gaps", f"they reach element {positions[-1]} in a tile of {tile.count}")
-    return positions, join_planes(planes[gap_width:], dtype)
-
-
-def _unpack(where: str, body: memoryview, offset: int, sizes: list[int]) -> list[bytes]:
-    """Inflate the frames after a table of their lengths; they fill the body to its last byte."""
-    end = offset + 4 * len(sizes)
-    if len(body) < end:
-        _corrupt(where, "lengths", f"the table ends at byte {end} and the body has {len(body)}")
-    planes: list[bytes] = []
-    for index, (length, size) in enumerate(
-        zip(struct.unpack_from(f"<{len(sizes)}I", body, offset), sizes, strict=True)
-    ):
-        start, end = end, end + length
-        if end > len(body):
-            _corrupt(where, f"plane {index}", f"it ends at byte {end} and the body has {len(body)}")
-        planes.append(_inflate(f"{where}: plane {index}", body[start:end], size))
-    if end != len(body):
-        _corrupt(where, "end", f"{len(body) - end} bytes follow the last plane")
-    return planes
-
-
-def _inflate(where: str, frame: memoryview, size: int) -> bytes:
-    """Inflate one frame to exactly ``size`` bytes. Its header comes first: zstd allocates by it."""
+    done = _check_held(places, entry, body, held)
+    if all(done):
+        return 0
+    parts = _decode(places, entry, body, held)
+    undo = [part if isinstance(part, Changes) else bits.copy() for part, bits in zip(parts, held, strict=True)]
+    for bits, part, is_done in zip(held, parts, done, strict=True):
+        if not is_done:
+            _write(bits, part)
     try:
-        claimed = zstandard.get_frame_parameters(frame).content_size
-        if claimed != size:
-            _corrupt(where, "content size", f"the frame says {claimed} bytes instead of {size}")
-        plane = zstandard.ZstdDecompressor().decompress(frame, max_output_size=size, allow_extra_data=False)
-    except zstandard.ZstdError as error:
-        raise CorruptError(f"{where}: the zstd frame is broken: {error}") from error
-    if len(plane) != size:
-        _corrupt(where, "content", f"the frame holds {len(plane)} bytes instead of {size}")
-    return plane
+        for place, tile, bits in zip(places, entry.tiles, held, strict=True):
+            _check_post(place, tile, bits)
+    except CorruptError:
+        for bits, part, is_done in zip(held, undo, done, strict=True):
+            if not is_done:
+                _put_back(bits, part)
+        raise
+    return done.count(False)
 
 
-def _check_changed(where: str, tile_entry: TileEntry, found: int) -> None:
-    if found != tile_entry.changed:
-        _corrupt(where, "changed", f"{found} elements change, the manifest says {tile_entry.changed}")
+_Part = Changes | Bits
+"""What a body makes of a tile: its changes, or all of its new bits."""
 
 
-def _check_post(where: str, tile_entry: TileEntry, values: Bits) -> None:
-    if tile_digest(values) != tile_entry.post:
-        _corrupt(where, "post", "the decoded tile hasn't the digest that the manifest names")
+def _check_held(places: Sequence[Place], entry: BodyEntry, body: memoryview, olds: Sequence[Bits]) -> list[bool]:
+    """Check what comes before decoding; returns which tiles have their new bits already."""
+    if not len(places) == len(entry.tiles) == len(olds):
+        raise InvalidInputError(f"{len(places)} places and {len(olds)} tiles for a body of {len(entry.tiles)}")
+    if len(body) != entry.length:
+        _corrupt(str(places[0]), "length", f"the body has {len(body)} bytes, the manifest says {entry.length}")
+    for place, old in zip(places, olds, strict=True):
+        if old.dtype != place.spec.bits_dtype or old.shape != (place.tile.count,):
+            raise InvalidInputError(
+                f"{place} has {place.tile.count} elements of {place.spec.dtype}, not {old.dtype} {old.shape}"
+            )
+        if place.spec.dtype != places[0].spec.dtype:
+            _corrupt(str(place), "dtype", f"{place.spec.dtype} in a body of {places[0].spec.dtype}")
+    done = [_is_done(place, tile, old) for place, tile, old in zip(places, entry.tiles, olds, strict=True)]
+    if any(done) and not all(done) and entry.encoding == "sparse" and contexts_of(body) > 1:
+        raise WrongBaseError(
+            f"{places[done.index(True)]} has its new bits and {places[done.index(False)]} its old ones, "
+            "and this body reads the old bits of both",
+            hint="catch up from an anchor",
+        )
+    return done
+
+
+def _is_done(place: Place, tile: TileEntry, old: Bits) -> bool:
+    held = tile_digest(old)
+    if held not in (tile.pre, tile.post):
+        raise WrongBaseError(f"{place} isn't what the delta was made on", hint="catch up from an anchor")
+    return held == tile.post
+
+
+def _decode(places: Sequence[Place], entry: BodyEntry, body: memoryview, olds: Sequence[Bits]) -> Sequence[_Part]:
+    where = str(places[0]) if len(places) == 1 else f"{places[0]} and {len(places) - 1} more"
+    if entry.encoding == "sparse":
+        parts: Sequence[_Part] = decode_sparse(where, places[0].spec.dtype, olds, body)
+    elif entry.encoding == "dense":
+        parts = decode_dense(where, olds, body)
+    else:
+        parts = _split_full(where, olds, body)
+    for place, tile, old, part in zip(places, entry.tiles, olds, parts, strict=True):
+        found = part.count if isinstance(part, Changes) else int(np.count_nonzero(part != old))
+        if found != tile.changed and tile_digest(old) != tile.post:
+            _corrupt(str(place), "changed", f"{found} elements change, the manifest says {tile.changed}")
+    return parts
+
+
+def _split_full(where: str, olds: Sequence[Bits], body: memoryview) -> list[Bits]:
+    size = sum(old.nbytes for old in olds)
+    if len(body) != size:
+        _corrupt(where, "length", f"{size} bytes of elements don't fill {len(body)}")
+    result, begin = list[Bits](), 0
+    for old in olds:
+        result.append(np.frombuffer(body[begin : begin + old.nbytes], dtype=old.dtype))
+        begin += old.nbytes
+    return result
+
+
+def _prove(place: Place, tile: TileEntry, old: Bits, part: _Part) -> TileWrite:
+    if not isinstance(part, Changes):
+        _check_post(place, tile, part)
+        return TileWrite(name=place.spec.name, tile=place.tile, positions=None, values=part)
+    result = old.copy()
+    scatter(result, part.positions, part.new)
+    _check_post(place, tile, result)
+    if part.count * DENSE_SHARE > old.size:
+        return TileWrite(name=place.spec.name, tile=place.tile, positions=None, values=result)
+    values = part.new.astype(old.dtype)
+    return TileWrite(name=place.spec.name, tile=place.tile, positions=part.positions, values=values)
+
+
+def _write(bits: Bits, part: _Part) -> None:
+    if isinstance(part, Changes):
+        scatter(bits, part.positions, part.new)
+    else:
+        bits[:] = part
+
+
+def _put_back(bits: Bits, undo: _Part) -> None:
+    if isinstance(undo, Changes):
+        scatter(bits, undo.positions, undo.old)
+    else:
+        bits[:] = undo
+
+
+def _check_post(place: Place, tile: TileEntry, bits: Bits) -> None:
+    if tile_digest(bits) != tile.post:
+        _corrupt(str(place), "post", "the decoded tile hasn't the digest that the manifest names")
 
 
 def _corrupt(where: str, field: str, why: str) -> NoReturn:

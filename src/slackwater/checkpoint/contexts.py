@@ -26,7 +26,7 @@ EXPONENTS: Final[dict[str, tuple[int, int]]] = {
 Classes = npt.NDArray[np.uint8]
 
 _WORTH_A_ROW: Final = 40
-"""Fewest changes in a context of its own: a row of the header has 96 bits, and a better width saves about 2 a change."""
+"""Fewest changes in a context of its own: a row has 96 bits, and a better width saves about 2 a change."""
 
 _NEVER: Final = 1 << 62
 
@@ -76,6 +76,9 @@ def rank_changes(
 
     Args:
         old: The tile before.
+        shift: Where an element's class begins.
+        mask: How much of it is the class.
+        context_of: Of each class.
         seen: Elements of each context in the tiles before; updated.
         positions: The tile's changed elements, rising.
         ranks: Written, one per position.
@@ -104,6 +107,9 @@ def merge_changes(
 
     Args:
         old: The tile before.
+        shift: Where an element's class begins.
+        mask: How much of it is the class.
+        context_of: Of each class.
         left: Elements of each context still to come before its next change; updated.
         following: Index into ``ranks`` of each context's next change; updated.
         ends: Index after each context's last change.
@@ -129,7 +135,7 @@ def merge_changes(
 
 
 def countdown(ranks: Numbers, begins: Numbers, ends: Numbers) -> Numbers:
-    """Where `merge_changes` begins: elements before each context's first change; none comes where there is no change."""
+    """Where `merge_changes` begins: elements of each context before its first change."""
     return np.array(
         [ranks[begin] if begin < end else _NEVER for begin, end in zip(begins, ends, strict=True)], dtype=np.int64
     )

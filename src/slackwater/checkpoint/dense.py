@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from slackwater.checkpoint.changes import read_only
-from slackwater.checkpoint.jit import Words, kernel, trailing_zeros
-from slackwater.checkpoint.tensor import Bits
+from slackwater.checkpoint.jit import kernel, trailing_zeros
+from slackwater.checkpoint.tensor import Bits, Words
 from slackwater.errors import CorruptError
 
 LARGER_SHARE: Final = 4

@@ -3,7 +3,7 @@
 ::
 
     seed  = the first 8 bytes of SHA-256 of the tensor's name in UTF-8, little-endian
-    h(i, b) = mix((seed + i * 0x9E3779B97F4A7C15) xor b)          i: flat index in the whole tensor, b: the element's bits
+    h(i, b) = mix((seed + i * 0x9E3779B97F4A7C15) xor b)      i: flat index in the whole tensor, b: the bits there
     mix(z): z *= 0xBF58476D1CE4E5B9; z ^= z >> 32; z *= 0x94D049BB133111EB; z ^= z >> 29
     sum   = the h(i, b) of all elements, added
 
@@ -18,8 +18,8 @@ from typing import Any, Final
 import numpy as np
 
 from slackwater.checkpoint.changes import Changes, Positions, read_only
-from slackwater.checkpoint.jit import Words, kernel
-from slackwater.checkpoint.tensor import Bits, Tile
+from slackwater.checkpoint.jit import kernel
+from slackwater.checkpoint.tensor import Bits, Tile, Words
 
 _WEYL: Final = np.uint64(0x9E3779B97F4A7C15)
 _FIRST: Final = np.uint64(0xBF58476D1CE4E5B9)

@@ -12,13 +12,9 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import numba
 import numpy as np
-import numpy.typing as npt
 from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
-
-Words = npt.NDArray[np.uint64]
-"""A bit stream, least significant bit first, as 64-bit words."""
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -48,10 +44,10 @@ def _ctlz(_context: Any, _word: Any) -> Any:
 @kernel
 def trailing_zeros(word: Any) -> int:
     """Zero bits below the lowest one bit of a 64-bit word; 64 for zero."""
-    return np.int64(_cttz(np.uint64(word)))  # pyright: ignore[reportReturnType] : an int to its callers, all compiled
+    return np.int64(_cttz(np.uint64(word)))  # pyright: ignore[reportReturnType,reportCallIssue] : numba's own types
 
 
 @kernel
 def leading_zeros(word: Any) -> int:
     """Zero bits above the highest one bit of a 64-bit word; 64 for zero."""
-    return np.int64(_ctlz(np.uint64(word)))  # pyright: ignore[reportReturnType] : an int to its callers, all compiled
+    return np.int64(_ctlz(np.uint64(word)))  # pyright: ignore[reportReturnType,reportCallIssue] : numba's own types

@@ -15,7 +15,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from slackwater.checkpoint.jit import Words, kernel, leading_zeros, trailing_zeros
+from slackwater.checkpoint.jit import kernel, leading_zeros, trailing_zeros
+from slackwater.checkpoint.tensor import Words
 
 MAX_WIDTH: Final = 24
 """Widest low part, so that no sum of hostile quotients leaves 63 bits."""
@@ -23,6 +24,8 @@ MAX_WIDTH: Final = 24
 Numbers = npt.NDArray[np.int64]
 
 _WORD: Final = 64
+_MOST_BITS: Final = 62
+"""A code's prefix and width together, so that its number is positive in 64 bits."""
 _LN2: Final = math.log(2)
 _ONE: Final = np.uint64(1)
 
@@ -144,8 +147,11 @@ def _write_rice(rising: Numbers, width: int, quotients: Words, bit: int, lows: W
 
     Args:
         rising: Strictly rising positions.
+        width: Low bits of each gap.
         quotients: Unary stream, zeroed from ``bit`` on.
+        bit: Where to begin in it.
         lows: Stream of low bits, zeroed from ``low_bit`` on.
+        low_bit: Where to begin in it.
 
     Returns:
         The bit after the last one in ``quotients``.
@@ -218,7 +224,9 @@ def _write_golomb(numbers: Numbers, width: int, stream: Words, bit: int) -> int:
     for index in range(numbers.size):
         upper = (np.uint64(numbers[index]) >> np.uint64(width)) + _ONE
         prefix = 63 - leading_zeros(upper)
-        bit = _write(stream, bit + prefix, (upper << _ONE | _ONE) & ((_ONE << np.uint64(prefix + 1)) - _ONE), prefix + 1)
+        bit = _write(
+            stream, bit + prefix, (upper << _ONE | _ONE) & ((_ONE << np.uint64(prefix + 1)) - _ONE), prefix + 1
+        )
         bit = _write(stream, bit, np.uint64(numbers[index]) & ((_ONE << np.uint64(width)) - _ONE), width)
     return bit
 
@@ -228,7 +236,11 @@ def _read_golomb(numbers: Numbers, width: int, stream: Words, bit: int, limit: i
     """Undo `_write_golomb`.
 
     Args:
-        limit: The stream's length in bits.
+        numbers: Written.
+        width: Low bits of each number.
+        stream: Hostile.
+        bit: Where to begin in it.
+        limit: Its length in bits.
 
     Returns:
         The bit after the last one; -1 if the stream ends early or a number has more than 62 bits.
@@ -241,7 +253,7 @@ def _read_golomb(numbers: Numbers, width: int, stream: Words, bit: int, limit: i
             (stream[bit >> 6] >> shift) | ((stream[(bit >> 6) + 1] << _ONE) << (np.uint64(63) - shift))
         )
         bit += prefix
-        if prefix + width > 62 or bit + 1 + prefix + width > limit:
+        if prefix + width > _MOST_BITS or bit + 1 + prefix + width > limit:
             return -1
         upper = (_ONE << np.uint64(prefix)) | _read(stream, bit + 1, prefix)
         low = _read(stream, bit + 1 + prefix, width)

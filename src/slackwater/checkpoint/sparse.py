@@ -12,14 +12,14 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Final, NamedTuple, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 import numpy as np
+import numpy.typing as npt
 
 from slackwater.checkpoint import contexts as ctx
 from slackwater.checkpoint import rice
 from slackwater.checkpoint.changes import Changes, Positions, gather, read_only, steps_between, steps_onto
-from slackwater.checkpoint.jit import Words
 from slackwater.checkpoint.rice import Numbers
 from slackwater.checkpoint.tensor import WIDTHS, Bits
 from slackwater.errors import CorruptError
@@ -30,14 +30,14 @@ _ROW: Final = struct.Struct("<BBBBII")
 """Last class; widths of gaps, runs and sizes; changes; larger steps."""
 
 
-class Row(NamedTuple):
+class _Row(NamedTuple):
     """One context."""
 
     last: int
     gap_width: int
     run_width: int
     size_width: int
-    count: int
+    changes: int
     larger: int
 
 
@@ -97,7 +97,9 @@ def _write(ranked: _Ranked) -> bytes:
     # A run counts the changes of its own context: positions in it begin at 0.
     runs = [part - begin for part, begin in zip(_parts(larger, cuts), (0, *ranked.ends), strict=False)]
     lengths = _parts(sizes, cuts)
-    widths = [(_width(gap), _width(run), rice.golomb_width(size)) for gap, run, size in zip(gaps, runs, lengths, strict=True)]
+    widths = [
+        (_width(gap), _width(run), rice.golomb_width(size)) for gap, run, size in zip(gaps, runs, lengths, strict=True)
+    ]
     rows = [
         _ROW.pack(last, *width, gap.size, run.size)
         for last, width, gap, run in zip(ranked.lasts, widths, gaps, runs, strict=True)
@@ -106,7 +108,9 @@ def _write(ranked: _Ranked) -> bytes:
     run_quotients, run_lows = rice.rice_bytes([(run, width) for run, (_, width, _) in zip(runs, widths, strict=True)])
     size_codes = rice.golomb_bytes([(size, width) for size, (_, _, width) in zip(lengths, widths, strict=True)])
     head = _HEAD.pack(ranked.steps.size, len(rows), 0, len(gap_quotients), len(run_quotients), len(size_codes))
-    return b"".join((head, *rows, gap_quotients, gap_lows, rice.signs_bytes(ranked.steps), run_quotients, run_lows, size_codes))
+    return b"".join(
+        (head, *rows, gap_quotients, gap_lows, rice.signs_bytes(ranked.steps), run_quotients, run_lows, size_codes)
+    )
 
 
 def _parts(values: Numbers, ends: Sequence[int]) -> list[Numbers]:
@@ -131,7 +135,7 @@ def decode_sparse(where: str, dtype: str, olds: Sequence[Bits], body: memoryview
     """
     total = sum(old.size for old in olds)
     rows, sections = _read_head(where, body, total)
-    counts, larger = [row.count for row in rows], [row.larger for row in rows]
+    counts = [row.changes for row in rows]
     ranks, steps = np.empty(sum(counts), dtype=np.int64), np.empty(sum(counts), dtype=np.int64)
     ends = list(accumulate(counts))
     gaps = list(zip(_parts(ranks, ends), (row.gap_width for row in rows), strict=True))
@@ -143,6 +147,11 @@ def decode_sparse(where: str, dtype: str, olds: Sequence[Bits], body: memoryview
     return _at_ranks(where, dtype, olds, rows, ranks, steps)
 
 
+def contexts_of(body: memoryview) -> int:
+    """How many contexts a body has; 0 where it is too short to tell."""
+    return _HEAD.unpack_from(body)[1] if len(body) >= _HEAD.size else 0
+
+
 class _Sections(NamedTuple):
     gap_quotients: memoryview
     gap_lows: memoryview
@@ -152,7 +161,7 @@ class _Sections(NamedTuple):
     sizes: memoryview
 
 
-def _read_head(where: str, body: memoryview, total: int) -> tuple[list[Row], _Sections]:
+def _read_head(where: str, body: memoryview, total: int) -> tuple[list[_Row], _Sections]:
     if len(body) < _HEAD.size:
         _corrupt(where, "head", f"it needs {_HEAD.size} bytes and the body has {len(body)}")
     count, contexts, zero, gap_quotients, run_quotients, sizes = _HEAD.unpack_from(body)
@@ -165,9 +174,9 @@ def _read_head(where: str, body: memoryview, total: int) -> tuple[list[Row], _Se
     begin = _HEAD.size + contexts * _ROW.size
     if len(body) < begin:
         _corrupt(where, "rows", f"they end at byte {begin} and the body has {len(body)}")
-    rows = [Row(*_ROW.unpack_from(body, _HEAD.size + index * _ROW.size)) for index in range(contexts)]
+    rows = [_Row(*_ROW.unpack_from(body, _HEAD.size + index * _ROW.size)) for index in range(contexts)]
     _check_rows(where, rows, count)
-    lows = _bytes(sum(row.count * row.gap_width for row in rows))
+    lows = _bytes(sum(row.changes * row.gap_width for row in rows))
     run_lows = _bytes(sum(row.larger * row.run_width for row in rows))
     lengths = (gap_quotients, lows, _bytes(count), run_quotients, run_lows, sizes)
     ends = list(accumulate(lengths, initial=begin))
@@ -176,32 +185,32 @@ def _read_head(where: str, body: memoryview, total: int) -> tuple[list[Row], _Se
     return rows, _Sections(*(body[start:end] for start, end in pairwise(ends)))
 
 
-def _check_rows(where: str, rows: Sequence[Row], count: int) -> None:
+def _check_rows(where: str, rows: Sequence[_Row], count: int) -> None:
     lasts = [row.last for row in rows]
     if any(before >= after for before, after in pairwise(lasts)) or lasts[-1] != ctx.CLASSES - 1:
         _corrupt(where, "rows", f"last classes rise and end with {ctx.CLASSES - 1}, not {lasts[:16]}")
     for index, row in enumerate(rows):
         if max(row.gap_width, row.run_width, row.size_width) > rice.MAX_WIDTH:
             _corrupt(where, f"row {index}", f"a width is above {rice.MAX_WIDTH}")
-        if row.larger > row.count:
-            _corrupt(where, f"row {index}", f"{row.larger} larger steps among {row.count}")
-    found = sum(row.count for row in rows)
+        if row.larger > row.changes:
+            _corrupt(where, f"row {index}", f"{row.larger} larger steps among {row.changes}")
+    found = sum(row.changes for row in rows)
     if found != count:
         _corrupt(where, "rows", f"their changes add up to {found}, not {count}")
 
 
-def _read_steps(where: str, rows: Sequence[Row], sections: _Sections, steps: Numbers, bits: int) -> None:
+def _read_steps(where: str, rows: Sequence[_Row], sections: _Sections, steps: Numbers, bits: int) -> None:
     """Signs, then the larger steps, into ``steps``."""
     if not rice.read_signs(steps, sections.signs):
         _corrupt(where, "signs", "the last byte isn't filled with zeros")
     larger = [np.empty(row.larger, dtype=np.int64) for row in rows]
     sizes = [np.empty(row.larger, dtype=np.int64) for row in rows]
     runs = list(zip(larger, (row.run_width for row in rows), strict=True))
-    if not rice.rice_numbers(runs, sections.run_quotients, sections.run_lows, [row.count for row in rows]):
+    if not rice.rice_numbers(runs, sections.run_quotients, sections.run_lows, [row.changes for row in rows]):
         _corrupt(where, "runs", "they don't end inside their contexts and with their section")
     if not rice.golomb_numbers(list(zip(sizes, (row.size_width for row in rows), strict=True)), sections.sizes):
         _corrupt(where, "sizes", "they don't end with their section")
-    begins = accumulate((row.count for row in rows), initial=0)
+    begins = accumulate((row.changes for row in rows), initial=0)
     for run, size, begin in zip(larger, sizes, begins, strict=False):
         if size.size and int(size.max()) > (1 << (bits - 1)) - 2:
             _corrupt(where, "sizes", f"a step of {int(size.max()) + 2} in {bits} bits")
@@ -218,9 +227,9 @@ def _at_positions(olds: Sequence[Bits], ranks: Numbers, steps: Numbers, dtype: s
 
 
 def _at_ranks(
-    where: str, dtype: str, olds: Sequence[Bits], rows: Sequence[Row], ranks: Numbers, steps: Numbers
+    where: str, dtype: str, olds: Sequence[Bits], rows: Sequence[_Row], ranks: Numbers, steps: Numbers
 ) -> list[Changes]:
-    ends = np.array(list(accumulate(row.count for row in rows)), dtype=np.int64)
+    ends = np.array(list(accumulate(row.changes for row in rows)), dtype=np.int64)
     following = np.concatenate(([0], ends[:-1]))
     left = ctx.countdown(ranks, following, ends)
     context_of = ctx.table(tuple(row.last for row in rows))
@@ -243,9 +252,9 @@ def _changes(old: Bits, positions: Positions, steps: Numbers, dtype: str) -> Cha
     return Changes(positions=positions, old=before, new=after)
 
 
-def _join(parts: Iterable[Words]) -> Words:
+def _join(parts: Iterable[npt.NDArray[Any]]) -> npt.NDArray[Any]:
     first, *others = parts
-    return np.concatenate((first, *others)) if others else first
+    return np.concatenate([first, *others]) if others else first
 
 
 def _bytes(bits: int) -> int:

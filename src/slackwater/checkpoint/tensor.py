@@ -17,6 +17,9 @@ from slackwater.errors import InvalidInputError
 Bits = npt.NDArray[np.unsignedinteger[Any]]
 """A flat array of unsigned integers, one per element, as wide as the element. Little-endian on the wire."""
 
+Words = npt.NDArray[np.uint64]
+"""64-bit words: digests, bit streams, widened elements."""
+
 TILE_BYTES: Final = 8 * 1024 * 1024
 """Most bytes in a tile, where a line fits: 4 Mi elements of bf16. The unit of hashing, writing, retry and sharding."""
 
@@ -80,6 +83,12 @@ class Tile:
     def count(self) -> int:
         """Elements of the tile."""
         return self.rows * self.cols
+
+    def fits(self, elements: int) -> bool:
+        """Whether it lies inside a tensor of so many elements."""
+        last_row = self.start + (self.rows - 1) * self.stride
+        one_row = self.rows == 1 or (self.start + self.cols <= self.stride and self.rows * self.stride == elements)
+        return min(self.start, self.cols, self.rows - 1) >= 0 and one_row and last_row + self.cols <= elements
 
     def take(self, bits: Bits) -> Bits:
         """The tile out of its tensor's flat bits: a view, or a copy where it has several rows."""
@@ -176,11 +185,13 @@ def _cut(spec: TensorSpec) -> _Cut:
     if spec.num_bytes <= TILE_BYTES:
         return _Cut(by_column=False, section=1, length=1, lines=1, line=spec.num_elements, cross=1)
     by_column = len(spec.shape) > 1 and _SPLIT_BY_COLUMN.search(spec.name) is not None and not _is_expert(spec)
-    lines = spec.shape[1 if by_column else 0]
+    axis = 1 if by_column else 0
+    lines = spec.shape[axis]
     line = spec.num_elements // lines
     sections = 1 if lines % SHARDS or _is_expert(spec) else SHARDS
     section = lines // sections
-    length = min(section, max(1, TILE_BYTES // (line * WIDTHS[spec.dtype])))
+    most = min(section, max(1, TILE_BYTES // (line * WIDTHS[spec.dtype])))
+    length = -(-section // -(-section // most))  # evenly
     cross = spec.shape[0] if by_column else 1
     return _Cut(by_column=by_column, section=section, length=length, lines=lines, line=line, cross=cross)
 

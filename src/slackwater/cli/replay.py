@@ -17,6 +17,7 @@ import msgspec
 from platformdirs import user_cache_path
 
 from slackwater.bucket.open import open_bucket
+from slackwater.checkpoint.state import StateTable
 from slackwater.delivery.fetcher import Fetcher
 from slackwater.engine.torch.replay import Replayer
 from slackwater.errors import CorruptError, InvalidInputError, NotFoundError
@@ -125,6 +126,7 @@ class Walk:
         self._replayer = replayer
         self._fetcher = fetcher
         self._limit = limit
+        self._table = StateTable.of_anchor(fetcher.manifest(Version(replayer.version)))
         self._resident: set[int] = set()
         self._answers = self._tokens = self._wrong = self._shifted = self._caught = 0
         self._largest = 0.0
@@ -161,9 +163,12 @@ class Walk:
     def _advance(self, version: Version) -> None:
         manifest = self._fetcher.manifest(version)
         if manifest.kind == "anchor":
-            prepared = prepare_anchor(self._replayer, manifest, self._fetcher.anchor(manifest), 1, Stop())
+            self._table = StateTable.of_anchor(manifest)
+            prepared = prepare_anchor(self._replayer, self._table, self._fetcher.anchor(manifest), 1, Stop())
         else:
-            prepared = prepare_delta(self._replayer, manifest, self._fetcher.bodies(manifest), 1, Stop())
+            self._table = self._table.after(manifest)
+            bodies = self._fetcher.bodies(manifest)
+            prepared = prepare_delta(self._replayer, self._table.outline, manifest, bodies, 1, Stop())
         self._replayer.commit(() if prepared is None else prepared.writes, version)
 
     def _at(self, version: Version, answers: Sequence[LabelledAnswer], false: Sequence[LabelledAnswer]) -> None:

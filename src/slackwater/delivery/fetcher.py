@@ -15,13 +15,8 @@ import msgspec
 from slackwater.bucket.base import Bucket
 from slackwater.bucket.local import flush_folder
 from slackwater.checkpoint.keys import head_key, manifest_key
-from slackwater.checkpoint.manifest import (
-    MAX_MANIFEST_BYTES,
-    Manifest,
-    ObjectRef,
-    TileEntry,
-    decode_manifest,
-)
+from slackwater.checkpoint.manifest import MAX_MANIFEST_BYTES, BodyEntry, Manifest, ObjectRef
+from slackwater.checkpoint.rules import decode_manifest
 from slackwater.delivery.cache import BlobCache
 from slackwater.delivery.objects import disk_errors, is_intact, read_object, save_object, twice
 from slackwater.errors import CorruptError, InvalidInputError, NotFoundError, UnavailableError
@@ -48,24 +43,24 @@ class Bodies:
     """The packs of one delta, verified, in memory."""
 
     packs: tuple[bytes, ...]
-    """By `TileEntry.object`."""
+    """By `BodyEntry.object`."""
 
     @property
     def num_bytes(self) -> int:
         """Memory held."""
         return sum(map(len, self.packs))
 
-    def of(self, entry: TileEntry) -> memoryview:
-        """A tile's body, without a copy.
+    def of(self, entry: BodyEntry) -> memoryview:
+        """One body, without a copy.
 
         Raises:
             CorruptError: The entry points outside its pack.
         """
         if not 0 <= entry.object < len(self.packs):
-            raise CorruptError(f"a tile points at object {entry.object} of {len(self.packs)}")
+            raise CorruptError(f"a body points at object {entry.object} of {len(self.packs)}")
         pack = self.packs[entry.object]
         if not 0 <= entry.offset <= entry.offset + entry.length <= len(pack):
-            raise CorruptError(f"a tile points at {entry.length} bytes from {entry.offset} of {len(pack)}")
+            raise CorruptError(f"a body points at {entry.length} bytes from {entry.offset} of {len(pack)}")
         return memoryview(pack)[entry.offset : entry.offset + entry.length]
 
 
@@ -160,7 +155,7 @@ class Fetcher:
             CorruptError: A pack is wrong, fetched twice.
             UnavailableError: The bucket doesn't answer.
         """
-        if manifest.kind != "delta":
+        if manifest.kind == "anchor":
             raise InvalidInputError(f"version {manifest.version} is an anchor and has no packs")
         with self._cache.pinned(ref.sha256 for ref in manifest.objects):
             return Bodies(packs=tuple(self._parallel(self._pack, manifest.objects)))

@@ -6,7 +6,8 @@ import msgspec
 
 from slackwater.bucket.base import Get
 from slackwater.checkpoint.keys import manifest_key
-from slackwater.checkpoint.manifest import MAX_MANIFEST_BYTES, decode_manifest
+from slackwater.checkpoint.manifest import MAX_MANIFEST_BYTES
+from slackwater.checkpoint.rules import decode_manifest
 from slackwater.errors import CorruptError, NotFoundError
 from slackwater.ids import RunId, StateDigest, Version, snapshot_name
 

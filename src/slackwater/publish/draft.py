@@ -1,24 +1,27 @@
 """A version before its commit: its manifest, and the objects that have to be there first."""
 
 import hashlib
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from slackwater.checkpoint.codec import EncodedTile
+import numpy as np
+
+from slackwater.checkpoint.codec import EncodedBody, EncodedTile, Level
+from slackwater.checkpoint.columns import to_column
 from slackwater.checkpoint.digest import object_digest
 from slackwater.checkpoint.keys import anchor_key, blob_key
-from slackwater.checkpoint.manifest import FORMAT, Manifest, ObjectRef, Parent, TensorEntry, TileEntry
+from slackwater.checkpoint.manifest import ENCODINGS, FORMAT, AnchorTensor, Bodies, Manifest, ObjectRef, Parent, Tiles
 from slackwater.checkpoint.state import StateTable
-from slackwater.checkpoint.tensor import Bits, TensorSpec, tile_count, tiles
+from slackwater.checkpoint.tensor import Bits
+from slackwater.errors import CorruptError
 from slackwater.ids import RunId, Version
 from slackwater.publish.plan import pack
-from slackwater.weights.diff import TileDiff, diff, hash_source
+from slackwater.weights.diff import diff, hash_source
 from slackwater.weights.image import FolderImage
 from slackwater.weights.source import TensorSource
 
 Progress = Callable[[str, int, int], None]
-"""Told the stage (``encode`` in tiles, ``upload`` in bytes), how much is done, and of how much."""
+"""Told the stage (``encode`` in bytes, ``upload`` in bytes), how much is done, and of how much."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,11 +44,6 @@ class Draft:
     table: StateTable
     """The state after this version."""
 
-    @property
-    def changed(self) -> int:
-        """Elements that the manifest lists as changed."""
-        return sum(tile.changed for entry in self.manifest.tensors for tile in entry.tiles)
-
 
 def draft_anchor(label: Label, image: FolderImage, *, threads: int) -> Draft:
     """Draft an anchor of everything in ``image``."""
@@ -59,36 +57,29 @@ def draft_anchor(label: Label, image: FolderImage, *, threads: int) -> Draft:
         run=label.run,
         version=label.version,
         kind="anchor",
-        parent=None,
         state=table.digest,
         step=label.step,
         created_at=label.created_at,
         objects=tuple(
             ObjectRef(key=keys[file], size=len(image.files[file]), sha256=digest) for file, digest in digests.items()
         ),
-        tensors=tuple(_anchor_entry(spec, image, table, indexes) for spec in image.specs().values()),
+        tensors=tuple(_anchor_tensor(index, image, table, indexes) for index in range(len(table.outline.specs))),
         files=indexes,
     )
     return Draft(manifest=manifest, bodies={keys[file]: image.files[file] for file in digests}, table=table)
 
 
-def _anchor_entry(spec: TensorSpec, image: FolderImage, table: StateTable, indexes: Mapping[str, int]) -> TensorEntry:
+def _anchor_tensor(index: int, image: FolderImage, table: StateTable, indexes: Mapping[str, int]) -> AnchorTensor:
+    spec, (first, end) = table.outline.specs[index], table.outline.first_tiles[index : index + 2]
     file, offset = image.place(spec.name)
-    width = spec.bits_dtype.itemsize
-    listed = tuple(
-        TileEntry(
-            index=tile.index,
-            encoding="raw",
-            object=indexes[file],
-            offset=offset + tile.start * width,
-            length=tile.count * width,
-            changed=tile.count,
-            pre=None,
-            post=table.tile(spec.name, tile.index),
-        )
-        for tile in tiles(spec)
+    return AnchorTensor(
+        name=spec.name,
+        dtype=spec.dtype,
+        shape=spec.shape,
+        object=indexes[file],
+        offset=offset,
+        digests=to_column(np.append(table.tiles[first:end], table.sums[index])),
     )
-    return TensorEntry(name=spec.name, dtype=spec.dtype, shape=spec.shape, tiles=listed)
 
 
 def draft_delta(
@@ -97,17 +88,16 @@ def draft_delta(
     held: StateTable,
     baseline: Mapping[str, Bits],
     *,
+    level: Level,
     threads: int,
     progress: Progress,
 ) -> Draft:
     """Draft a delta from ``held``, whose bits are ``baseline``, to ``source``. Tensors that it lacks stay."""
-    changes = _find_changes(source, baseline, threads, progress)
-    packs = pack([encoded.body for _, encoded in changes])
-    entries: defaultdict[str, list[TileEntry]] = defaultdict(list)
-    for (change, encoded), place in zip(changes, packs.places, strict=True):
-        pre = held.tile(change.name, change.tile.index)
-        entries[change.name].append(_delta_entry(change, encoded, pre, place))
-    table = held.with_tiles({name: {t.index: t.post for t in listed} for name, listed in entries.items()})
+    batches = _encode(source, held, baseline, level, threads, progress)
+    packs = pack([[body.body for body in batch] for batch in batches])
+    bodies = [body for batch in batches for body in batch]
+    numbered = [(held.outline.number(tile.place.spec.name, tile.place.tile.index), tile) for tile in _tiles(bodies)]
+    table = _table_after(held, numbered)
     objects = [_blob_ref(label.run, blob) for blob in packs.blobs]
     manifest = Manifest(
         format=FORMAT,
@@ -119,40 +109,73 @@ def draft_delta(
         step=label.step,
         created_at=label.created_at,
         objects=tuple(objects),
-        tensors=tuple(_tensor_entry(held, name, listed) for name, listed in entries.items()),
+        bodies=_bodies(bodies, packs.places),
+        tiles=_tile_columns(held, table, numbered),
     )
-    bodies = {ref.key: blob for ref, blob in zip(objects, packs.blobs, strict=True)}
-    return Draft(manifest=manifest, bodies=bodies, table=table)
+    return Draft(
+        manifest=manifest, bodies={ref.key: blob for ref, blob in zip(objects, packs.blobs, strict=True)}, table=table
+    )
 
 
-def _find_changes(
-    source: TensorSource, baseline: Mapping[str, Bits], threads: int, progress: Progress
-) -> list[tuple[TileDiff, EncodedTile]]:
-    total = sum(tile_count(spec) for spec in source.specs().values())
-    changes: list[tuple[TileDiff, EncodedTile]] = []
-    for done, found in enumerate(diff(source, baseline, threads=threads), start=1):
+def _encode(
+    source: TensorSource,
+    held: StateTable,
+    baseline: Mapping[str, Bits],
+    level: Level,
+    threads: int,
+    progress: Progress,
+) -> list[list[EncodedBody]]:
+    total = sum(spec.num_bytes for spec in source.specs().values())
+    batches: list[list[EncodedBody]] = []
+    done = 0
+    for batch, bodies in diff(source, held.outline, baseline, level=level, threads=threads):
+        done += sum(tile.count * spec.bits_dtype.itemsize for b in batch for spec, tile in map(held.outline.place, b))
         progress("encode", done, total)
-        if found.encoded is not None:
-            changes.append((found, found.encoded))
-    return changes
+        if bodies:
+            batches.append(bodies)
+    return batches
 
 
-def _delta_entry(change: TileDiff, encoded: EncodedTile, pre: str, place: tuple[int, int]) -> TileEntry:
-    return TileEntry(
-        index=change.tile.index,
-        encoding=encoded.encoding,
-        object=place[0],
-        offset=place[1],
-        length=len(encoded.body),
-        changed=encoded.changed,
-        pre=pre,
-        post=change.post,
+def _tiles(bodies: Iterable[EncodedBody]) -> Iterable[EncodedTile]:
+    return (tile for body in bodies for tile in body.tiles)
+
+
+_Numbered = Sequence[tuple[int, EncodedTile]]
+
+
+def _table_after(held: StateTable, numbered: _Numbered) -> StateTable:
+    tiles, sums = held.tiles.copy(), held.sums.copy()
+    for number, tile in numbered:
+        if tile.pre != int(tiles[number]):
+            raise CorruptError(
+                f"{tile.place} of the baseline isn't what was committed: its memory was written",
+                hint="open the publisher again; it rebuilds its baseline from the bucket",
+            )
+        tiles[number] = tile.post
+        tensor = held.outline.tensor_of(number)
+        sums[tensor] = (int(sums[tensor]) + tile.sum_change) % (1 << 64)
+    return StateTable(outline=held.outline, tiles=tiles, sums=sums)
+
+
+def _bodies(bodies: Sequence[EncodedBody], places: Sequence[int]) -> Bodies:
+    letters = {encoding: letter for letter, encoding in ENCODINGS.items()}
+    return Bodies(
+        object=tuple(places),
+        length=tuple(len(body.body) for body in bodies),
+        encoding="".join(letters[body.encoding] for body in bodies),
+        tiles=tuple(len(body.tiles) for body in bodies),
     )
 
 
-def _tensor_entry(held: StateTable, name: str, listed: Sequence[TileEntry]) -> TensorEntry:
-    spec = held.tensors[name].spec
-    return TensorEntry(name=name, dtype=spec.dtype, shape=spec.shape, tiles=tuple(listed))
+def _tile_columns(held: StateTable, table: StateTable, numbered: _Numbered) -> Tiles:
+    pairs = [digest for _, tile in numbered for digest in (tile.pre, tile.post)]
+    tensors = sorted({held.outline.tensor_of(number) for number, _ in numbered})
+    return Tiles(
+        number=tuple(number for number, _ in numbered),
+        changed=tuple(tile.changed for _, tile in numbered),
+        digests=to_column(np.array(pairs, dtype=np.uint64)),
+        sums=to_column(table.sums[tensors] if tensors else np.empty(0, dtype=np.uint64)),
+    )
 
 
 def _blob_ref(run: RunId, blob: bytes) -> ObjectRef:

@@ -10,7 +10,7 @@ from slackwater.checkpoint.tensor import TensorSpec
 from slackwater.errors import InvalidInputError
 
 BLOB_BYTES: Final = 64 * 1024 * 1024
-"""Most bytes in a pack of bodies, where a body fits."""
+"""Most bytes in a pack of bodies, where a batch of them fits."""
 
 _HEAD: Final = "lm_head.weight"
 _DTYPES: Final = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
@@ -106,20 +106,21 @@ class Packs:
     """Bodies laid end to end in blobs."""
 
     blobs: tuple[bytes, ...]
-    places: tuple[tuple[int, int], ...]
-    """Per body: index of its blob, and its first byte in it."""
+    places: tuple[int, ...]
+    """Per body, in order: index of its blob."""
 
 
-def pack(bodies: Sequence[bytes], limit: int = BLOB_BYTES) -> Packs:
-    """Lay bodies into blobs of at most ``limit`` bytes, in order; a larger body gets a blob of its own."""
-    groups: list[list[bytes]] = []
-    places: list[tuple[int, int]] = []
+def pack(batches: Sequence[Sequence[bytes]], limit: int = BLOB_BYTES) -> Packs:
+    """Lay batches of bodies into blobs of at most ``limit`` bytes, in order; a larger batch gets a blob of its own."""
+    blobs: list[list[bytes]] = []
+    places: list[int] = []
     size = 0
-    for body in bodies:
-        if not groups or size + len(body) > limit:
-            groups.append([])
+    for batch in batches:
+        num_bytes = sum(map(len, batch))
+        if not blobs or size + num_bytes > limit:
+            blobs.append([])
             size = 0
-        places.append((len(groups) - 1, size))
-        groups[-1].append(body)
-        size += len(body)
-    return Packs(blobs=tuple(b"".join(group) for group in groups), places=tuple(places))
+        places += [len(blobs) - 1] * len(batch)
+        blobs[-1] += batch
+        size += num_bytes
+    return Packs(blobs=tuple(b"".join(blob) for blob in blobs), places=tuple(places))

@@ -6,7 +6,7 @@ leaves the lineage at the version before or at this one.
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -17,17 +17,13 @@ import msgspec
 
 from slackwater.bucket.base import Bucket
 from slackwater.bucket.open import probe
+from slackwater.checkpoint.codec import Level
 from slackwater.checkpoint.digest import object_digest, tile_digest
 from slackwater.checkpoint.keys import head_key, manifest_key
-from slackwater.checkpoint.manifest import (
-    MAX_MANIFEST_BYTES,
-    Manifest,
-    ObjectRef,
-    TileEntry,
-    decode_manifest,
-    encode_manifest,
-)
-from slackwater.checkpoint.tensor import Bits, Tile, tile_at
+from slackwater.checkpoint.manifest import MAX_MANIFEST_BYTES, Manifest, ObjectRef, encode_manifest
+from slackwater.checkpoint.outline import Outline
+from slackwater.checkpoint.rules import decode_manifest
+from slackwater.checkpoint.tensor import Bits
 from slackwater.clock import Clock, SystemClock
 from slackwater.errors import CorruptError, InvalidInputError, LostRaceError, NotFoundError, SlackwaterError
 from slackwater.ids import RunId, StateDigest, Version, run_id
@@ -75,6 +71,7 @@ class Publisher:
         bucket: Where to.
         run: The lineage. Its names are never used again: a new training run takes a new one.
         anchor_every: Versions from one anchor to the next.
+        level: ``fast``, or ``wan`` for the fewest bytes: see `slackwater.checkpoint.codec.Level`.
         threads: Threads that encode and upload.
         clock: For the durations in `Published` and the manifest's time.
         progress: Told how far it is, from the thread that publishes.
@@ -89,6 +86,7 @@ class Publisher:
         run: str,
         *,
         anchor_every: int = 50,
+        level: Level = "fast",
         threads: int = 2,
         clock: Clock | None = None,
         progress: Progress | None = None,
@@ -98,6 +96,7 @@ class Publisher:
         self._bucket = bucket
         self._run = run_id(run)
         self._anchor_every = anchor_every
+        self._level: Level = level
         self._threads = threads
         self._clock: Clock = clock or SystemClock()
         self._progress: Progress = progress or _tell_nobody
@@ -112,6 +111,7 @@ class Publisher:
         run: str,
         *,
         anchor_every: int = 50,
+        level: Level = "fast",
         threads: int = 2,
         clock: Clock | None = None,
         progress: Progress | None = None,
@@ -122,7 +122,9 @@ class Publisher:
             CorruptError: The chain can't be rebuilt.
             NotFoundError: The chain has no anchor, or the bucket doesn't exist.
         """
-        publisher = cls(bucket, run, anchor_every=anchor_every, threads=threads, clock=clock, progress=progress)
+        publisher = cls(
+            bucket, run, anchor_every=anchor_every, level=level, threads=threads, clock=clock, progress=progress
+        )
         probe(bucket)
         publisher._sync(with_bits=True)
         return publisher
@@ -184,7 +186,7 @@ class Publisher:
         since = None if held is None else held.version - held.anchor
         kind = decide(anchor_every=self._anchor_every, since_anchor=since, forced=anchor)
         if held is not None:
-            check_fits(kind, {n: t.spec for n, t in held.table.tensors.items()}, source.specs())
+            check_fits(kind, {spec.name: spec for spec in held.table.outline.specs}, source.specs())
         label = Label(
             run=self._run,
             version=Version(0 if held is None else held.version + 1),
@@ -198,10 +200,18 @@ class Publisher:
             if held is not None:
                 check_side_files(held.side_files, draft.manifest.side_files)
             return draft, {name: image.bits(name) for name in image.specs()}
-        absent = sorted(set(held.table.tensors) - set(source.specs()))
+        absent = sorted(held.table.outline.by_name.keys() - source.specs().keys())
         if absent:
             _LOG.warning("%d tensors are absent and stay as they are, %s among them", len(absent), absent[0])
-        draft = draft_delta(label, source, held.table, held.bits, threads=self._threads, progress=self._progress)
+        draft = draft_delta(
+            label,
+            source,
+            held.table,
+            held.bits,
+            level=self._level,
+            threads=self._threads,
+            progress=self._progress,
+        )
         return draft, None
 
     def _upload(self, draft: Draft) -> None:
@@ -249,8 +259,7 @@ class Publisher:
             self._is_current = True
         elif self._held is not None:
             self._is_current = False
-            for name, tile, listed in _listed(draft.manifest):
-                _copy_tile(name, tile, listed, source, self._held.bits)
+            _copy_tiles(draft.manifest, draft.table.outline, source, self._held.bits)
             held = self._held
             self._held = replace(held, version=version, table=draft.table)
             self._is_current = True
@@ -266,20 +275,16 @@ def _tell_nobody(stage: str, done: int, total: int) -> None:
     """Progress that nobody asked for."""
 
 
-def _listed(manifest: Manifest) -> Iterator[tuple[str, Tile, TileEntry]]:
-    for entry in manifest.tensors:
-        for listed in entry.tiles:
-            yield entry.name, tile_at(entry.spec, listed.index), listed
-
-
-def _copy_tile(name: str, tile: Tile, listed: TileEntry, source: TensorSource, baseline: Mapping[str, Bits]) -> None:
-    span = slice(tile.start, tile.start + tile.count)
-    baseline[name][span] = source.bits(name)[span]
-    if tile_digest(baseline[name][span]) != listed.post:
-        raise InvalidInputError(
-            f"{name} was written while it was published; the version is committed as it was read",
-            hint="let publish() return before the next optimizer step",
-        )
+def _copy_tiles(manifest: Manifest, outline: Outline, source: TensorSource, baseline: Mapping[str, Bits]) -> None:
+    for listed in (tile for body in manifest.listed() for tile in body.tiles):
+        spec, tile = outline.place(listed.number)
+        new = tile.take(source.bits(spec.name))
+        tile.put(baseline[spec.name], new)
+        if tile_digest(tile.take(baseline[spec.name])) != listed.post:
+            raise InvalidInputError(
+                f"{spec.name} was written while it was published; the version is committed as it was read",
+                hint="let publish() return before the next optimizer step",
+            )
 
 
 def _report(draft: Draft, manifest_bytes: int, *, encode_s: float, upload_s: float) -> Published:
@@ -288,10 +293,10 @@ def _report(draft: Draft, manifest_bytes: int, *, encode_s: float, upload_s: flo
         version=draft.manifest.version,
         kind=draft.manifest.kind,
         state=draft.manifest.state,
-        changed=draft.changed,
-        total=draft.table.num_elements,
+        changed=draft.manifest.num_changed,
+        total=draft.table.outline.num_elements,
         uploaded_bytes=draft.manifest.num_bytes + manifest_bytes,
-        full_bytes=draft.table.num_bytes,
+        full_bytes=draft.table.outline.num_bytes,
         encode_s=encode_s,
         upload_s=upload_s,
     )

@@ -1,19 +1,21 @@
 """A version's weights, rebuilt from the bucket and proved: what a publisher diffs against after a start."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Literal
 
 import numpy as np
 
 from slackwater.bucket.base import Get
 from slackwater.checkpoint.chain import plan_path
-from slackwater.checkpoint.codec import decode_dense, decode_tile
-from slackwater.checkpoint.digest import object_digest
-from slackwater.checkpoint.manifest import Manifest, ObjectRef, TensorEntry, TileEntry
+from slackwater.checkpoint.codec import Place, apply_body
+from slackwater.checkpoint.digest import object_digest, tile_digest
+from slackwater.checkpoint.manifest import AnchorTensor, Manifest, ObjectRef
+from slackwater.checkpoint.outline import Outline
 from slackwater.checkpoint.state import StateTable
-from slackwater.checkpoint.tensor import Bits, Tile, TileWrite, tile_at
+from slackwater.checkpoint.tensor import Bits
 from slackwater.errors import CorruptError, InternalError, NotFoundError
 from slackwater.ids import ObjectDigest, RunId, Version
 from slackwater.publish.lineage import read_manifest
@@ -41,10 +43,11 @@ def restore(bucket: Get, run: RunId, version: Version) -> Restored:
         CorruptError: A manifest, an object or a tile isn't what its digest says.
     """
     chain = _chain(bucket, run, version)
-    bits = _load_anchor(bucket, chain[0])
+    restored = _restored(chain, {})
+    bits = _load_anchor(bucket, chain[0], StateTable.of_anchor(chain[0]))
     for manifest in chain[1:]:
-        _apply_delta(bucket, manifest, bits)
-    return _restored(chain, bits)
+        _apply_delta(bucket, manifest, restored.table.outline, bits)
+    return replace(restored, bits=bits)
 
 
 def outline(bucket: Get, run: RunId, version: Version) -> Restored:
@@ -88,42 +91,35 @@ def _restored(chain: Sequence[Manifest], bits: Mapping[str, Bits]) -> Restored:
     )
 
 
-def put_write(write: TileWrite, bits: Bits) -> None:
-    """Write a tile into its tensor's flat, writable bits."""
-    tile = bits[write.tile.start : write.tile.start + write.tile.count]
-    if write.positions is None:
-        tile[:] = write.values
-    else:
-        tile[write.positions] = write.values
-
-
-def _load_anchor(bucket: Get, manifest: Manifest) -> dict[str, Bits]:
+def _load_anchor(bucket: Get, manifest: Manifest, table: StateTable) -> dict[str, Bits]:
     bits: dict[str, Bits] = {
-        entry.name: np.empty(entry.spec.num_elements, dtype=entry.spec.bits_dtype) for entry in manifest.tensors
+        spec.name: np.empty(spec.num_elements, dtype=spec.bits_dtype) for spec in table.outline.specs
     }
-    for entry, tile, listed, body in _bodies(bucket, manifest):
-        bits[entry.name][tile.start : tile.start + tile.count] = decode_dense(entry, tile, listed, body)
+    by_object: defaultdict[int, list[AnchorTensor]] = defaultdict(list)
+    for tensor in manifest.tensors:
+        by_object[tensor.object].append(tensor)
+    for index, tensors in sorted(by_object.items()):
+        body = memoryview(_fetch(bucket, manifest.objects[index]))
+        for tensor in tensors:
+            bits[tensor.name][:] = np.frombuffer(body, tensor.spec.bits_dtype, tensor.spec.num_elements, tensor.offset)
+    for number in range(table.outline.num_tiles):
+        spec, tile = table.outline.place(number)
+        if tile_digest(tile.take(bits[spec.name])) != int(table.tiles[number]):
+            raise CorruptError(f"{spec.name} tile {tile.index} isn't that of anchor {manifest.version}")
     return bits
 
 
-def _apply_delta(bucket: Get, manifest: Manifest, bits: Mapping[str, Bits]) -> None:
-    for entry, tile, listed, body in _bodies(bucket, manifest):
-        old = bits[entry.name][tile.start : tile.start + tile.count]
-        write = decode_tile(entry, tile, listed, body, old)
-        if write is not None:
-            put_write(write, bits[entry.name])
-
-
-def _bodies(bucket: Get, manifest: Manifest) -> Iterator[tuple[TensorEntry, Tile, TileEntry, memoryview]]:
-    """Every listed tile with its body, object by object, so that one object is held at a time."""
-    listed: defaultdict[int, list[tuple[TensorEntry, TileEntry]]] = defaultdict(list)
-    for entry in manifest.tensors:
-        for tile in entry.tiles:
-            listed[tile.object].append((entry, tile))
-    for index, group in sorted(listed.items()):
-        body = memoryview(_fetch(bucket, manifest.objects[index]))
-        for entry, tile in group:
-            yield entry, tile_at(entry.spec, tile.index), tile, body[tile.offset : tile.offset + tile.length]
+def _apply_delta(bucket: Get, manifest: Manifest, outline: Outline, bits: Mapping[str, Bits]) -> None:
+    """Apply a delta in place, object by object, so that one object is held at a time."""
+    for index, entries in groupby(manifest.listed(), lambda entry: entry.object):
+        pack = memoryview(_fetch(bucket, manifest.objects[index]))
+        for entry in entries:
+            places = [Place(spec=s, tile=t) for s, t in (outline.place(tile.number) for tile in entry.tiles)]
+            held = [place.tile.take(bits[place.spec.name]) for place in places]
+            apply_body(places, entry, pack[entry.offset : entry.offset + entry.length], held)
+            for place, tile in zip(places, held, strict=True):
+                if place.tile.rows > 1:  # taken as a copy
+                    place.tile.put(bits[place.spec.name], tile)
 
 
 def _fetch(bucket: Get, ref: ObjectRef) -> bytes:

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from slackwater.checkpoint.manifest import Manifest
 from slackwater.checkpoint.state import StateTable
 from slackwater.clock import Clock
 from slackwater.engine.base import Engine
 from slackwater.errors import CorruptError, NotFoundError
 from slackwater.ids import ObjectDigest, Version
-from slackwater.replica.prepare import check_tensors, first_difference, listed
+from slackwater.replica.prepare import all_tiles, check_tensors, first_difference
 from slackwater.replica.race import Stop, joined
 from slackwater.replica.route import Route
 from slackwater.replica.source import VersionSource
@@ -76,22 +75,23 @@ async def boot(source: VersionSource, route: Route, target: Version, open_engine
     async with AsyncExitStack() as undo:
         engine = await open_engine(folder, manifest.version)
         undo.push_async_callback(engine.close)
-        await _prove(engine, manifest, threads)
+        check_tensors(engine.tensors(), manifest)
+        table = StateTable.of_anchor(manifest)
+        await _prove(engine, table, manifest.version, threads)
         undo.pop_all()
     return Booted(
         engine=engine,
         version=manifest.version,
-        table=StateTable.of_anchor(manifest),
+        table=table,
         side_files=manifest.side_files,
     )
 
 
-async def _prove(engine: Engine, manifest: Manifest, threads: int) -> None:
-    check_tensors(engine.tensors(), manifest)
+async def _prove(engine: Engine, table: StateTable, version: Version, threads: int) -> None:
     stop = Stop()
-    wrong = await joined(partial(first_difference, engine, listed(manifest), threads, stop), stop)
+    wrong = await joined(partial(first_difference, engine, all_tiles(table), threads, stop), stop)
     if wrong is not None:
         raise CorruptError(
-            f"the engine does not hold {wrong.name}, tile {wrong.tile.index}, of anchor {manifest.version}",
+            f"the engine does not hold {wrong.name}, tile {wrong.tile.index}, of anchor {version}",
             hint="load the checkpoint's own dtype; else delete the replica's cache folder and start again",
         )

@@ -171,7 +171,7 @@ class Exchange:
                 hint="another model needs another run",
             )
         table = state_after(self._engine, self.table, manifest)
-        decode = await first(asyncio.to_thread(self._fetch, manifest), self._stop.wait())
+        decode = await first(asyncio.to_thread(self._fetch, manifest, table), self._stop.wait())
         prepared = None if decode is None else await joined(decode, self._stop)
         if prepared is None:
             return None
@@ -189,14 +189,14 @@ class Exchange:
             began=began,
         )
 
-    def _fetch(self, manifest: Manifest) -> Callable[[], Prepared | None]:
+    def _fetch(self, manifest: Manifest, after: StateTable) -> Callable[[], Prepared | None]:
         """Get a version's bytes; what it gives decodes them. In a thread."""
         engine, threads, stop = self._engine, self._limits.threads, self._stop
         if manifest.kind == "anchor":
             folder = self._source.anchor(manifest)
-            return lambda: prepare_anchor(engine, manifest, folder, threads, stop)
+            return lambda: prepare_anchor(engine, after, folder, threads, stop)
         bodies = self._source.bodies(manifest)
-        return lambda: prepare_delta(engine, manifest, bodies, threads, stop)
+        return lambda: prepare_delta(engine, after.outline, manifest, bodies, threads, stop)
 
     async def _commit(self, ready: _Ready, version: Version) -> CommitReport:
         async with self._memory:

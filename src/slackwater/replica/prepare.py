@@ -4,20 +4,24 @@ Everything is checked here, before anything is staged: that the version's tensor
 the bits in place are those that the delta was made on, and that what comes out has the manifest's digests.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from slackwater.checkpoint.codec import decode_tile
+from slackwater.checkpoint.codec import Place, decode_body
 from slackwater.checkpoint.digest import tile_digest
-from slackwater.checkpoint.manifest import Manifest, TensorEntry, TileEntry
+from slackwater.checkpoint.element_sum import element_sum, seed_of
+from slackwater.checkpoint.manifest import BodyEntry, Manifest, TileEntry
+from slackwater.checkpoint.outline import Outline
 from slackwater.checkpoint.state import StateTable
-from slackwater.checkpoint.tensor import TensorSpec, Tile, TileWrite, tiles
+from slackwater.checkpoint.tensor import TensorSpec, Tile, TileWrite
 from slackwater.engine.base import Engine, TileReader
 from slackwater.errors import ConflictError, CorruptError
 from slackwater.replica.race import Stop
 from slackwater.replica.source import TileBodies
+from slackwater.weights.diff import table_of
 from slackwater.weights.source import FolderSource
 
 
@@ -27,8 +31,8 @@ class Check:
 
     name: str
     tile: Tile
-    digest: str
-    """XXH3-128 in hex of the tile's bytes."""
+    digest: int
+    """`slackwater.checkpoint.digest.tile_digest`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,60 +46,56 @@ class Prepared:
     """What they hold now, and again after an undo."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Item:
-    """One listed tile."""
-
-    entry: TensorEntry
-    tile: Tile
-    tile_entry: TileEntry
-
-
 _Made = tuple[TileWrite, Check, Check]
 
 
 def prepare_delta(
-    engine: TileReader, manifest: Manifest, bodies: TileBodies, threads: int, stop: Stop
+    engine: TileReader, outline: Outline, manifest: Manifest, bodies: TileBodies, threads: int, stop: Stop
 ) -> Prepared | None:
     """Decode a delta against the bits in place. None: ``stop`` was raised meanwhile.
 
     Raises:
         WrongBaseError: The bits in place are not those that the delta was made on.
-        CorruptError: A body doesn't decode to the manifest's digest.
+        CorruptError: A body doesn't decode to the manifest's digests.
     """
 
-    def decode(item: _Item) -> _Made | None:
-        old = engine.read(item.entry.name, item.tile)
-        body = bodies.of(item.tile_entry)
-        write = decode_tile(item.entry, item.tile, item.tile_entry, body, old)
-        return None if write is None else _made(item, write, tile_digest(old))
+    def decode(entry: BodyEntry) -> list[_Made]:
+        places = [_place(outline, tile) for tile in entry.tiles]
+        olds = [engine.read(place.spec.name, place.tile) for place in places]
+        writes = decode_body(places, entry, bodies.of(entry), olds)
+        return [_made(write, tile.post, tile.pre) for write, tile in zip(writes, entry.tiles, strict=True) if write]
 
-    return _gather(_items(manifest), decode, threads, stop)
+    return _gather(manifest.listed(), decode, threads, stop)
 
 
-def prepare_anchor(engine: TileReader, manifest: Manifest, folder: Path, threads: int, stop: Stop) -> Prepared | None:
+def prepare_anchor(engine: TileReader, table: StateTable, folder: Path, threads: int, stop: Stop) -> Prepared | None:
     """Take from an anchor's folder the tiles that the engine holds otherwise. None: ``stop`` was raised.
 
+    Args:
+        engine: Whose bits they are compared with.
+        table: The anchor's.
+        folder: The anchor's files.
+        threads: Tiles at once.
+        stop: Ends it early.
+
     Raises:
-        CorruptError: The folder's bits don't have the manifest's digest.
+        CorruptError: The folder's bits don't have the table's digests.
     """
     source = FolderSource(folder)
 
-    def take(item: _Item) -> _Made | None:
-        held = tile_digest(engine.read(item.entry.name, item.tile))
-        if held == item.tile_entry.post:
-            return None
-        end = item.tile.start + item.tile.count
-        values = source.bits(item.entry.name)[item.tile.start : end]
-        if tile_digest(values) != item.tile_entry.post:
+    def take(check: Check) -> list[_Made]:
+        held = tile_digest(engine.read(check.name, check.tile))
+        if held == check.digest:
+            return []
+        values = check.tile.take(source.bits(check.name))
+        if tile_digest(values) != check.digest:
             raise CorruptError(
-                f"{item.entry.name}, tile {item.tile.index}, is not that of anchor {manifest.version}",
+                f"{check.name}, tile {check.tile.index}, in {folder} is not the anchor's",
                 hint="delete the replica's cache folder; if that does not help, publish a new anchor",
             )
-        write = TileWrite(name=item.entry.name, tile=item.tile, positions=None, values=values)
-        return _made(item, write, held)
+        return [_made(TileWrite(name=check.name, tile=check.tile, positions=None, values=values), check.digest, held)]
 
-    return _gather(_items(manifest), take, threads, stop)
+    return _gather(all_tiles(table), take, threads, stop)
 
 
 def state_after(engine: Engine, table: StateTable, manifest: Manifest) -> StateTable:
@@ -110,20 +110,22 @@ def state_after(engine: Engine, table: StateTable, manifest: Manifest) -> StateT
 
 
 def check_tensors(held: Mapping[str, TensorSpec], manifest: Manifest) -> None:
-    """Refuse a version whose tensors are not the engine's: a delta may list fewer, an anchor must list all.
+    """Refuse an anchor whose tensors are not the engine's. A delta has its anchor's.
 
     Raises:
         ConflictError: Names the first tensor that is unknown, missing, or has another shape or dtype.
     """
-    for entry in manifest.tensors:
-        spec = held.get(entry.name)
-        if spec is None:
-            raise _misfit(manifest, f"has tensor {entry.name!r}, which the engine lacks")
-        if (spec.dtype, spec.shape) != (entry.dtype, entry.shape):
-            theirs, ours = f"{entry.dtype}{list(entry.shape)}", f"{spec.dtype}{list(spec.shape)}"
-            raise _misfit(manifest, f"has {entry.name!r} as {theirs}, the engine as {ours}")
-    missing = held.keys() - {entry.name for entry in manifest.tensors}
-    if manifest.kind == "anchor" and missing:
+    if manifest.kind != "anchor":
+        return
+    for theirs in manifest.outline.specs:
+        ours = held.get(theirs.name)
+        if ours is None:
+            raise _misfit(manifest, f"has tensor {theirs.name!r}, which the engine lacks")
+        if ours != theirs:
+            kinds = f"{theirs.dtype}{list(theirs.shape)}, the engine as {ours.dtype}{list(ours.shape)}"
+            raise _misfit(manifest, f"has {theirs.name!r} as {kinds}")
+    missing = held.keys() - manifest.outline.by_name.keys()
+    if missing:
         raise _misfit(manifest, f"lacks tensor {min(missing)!r}, which the engine holds")
 
 
@@ -134,12 +136,14 @@ def _misfit(manifest: Manifest, what: str) -> ConflictError:
     )
 
 
-def listed(manifest: Manifest) -> tuple[Check, ...]:
-    """The digests of every tile that a version lists, after it."""
-    return tuple(Check(name=item.entry.name, tile=item.tile, digest=item.tile_entry.post) for item in _items(manifest))
+def all_tiles(table: StateTable) -> Iterator[Check]:
+    """The digest of every tile of a state."""
+    for number, digest in enumerate(table.tiles.tolist()):
+        spec, tile = table.outline.place(number)
+        yield Check(name=spec.name, tile=tile, digest=digest)
 
 
-def first_difference(engine: Engine, checks: Sequence[Check], threads: int, stop: Stop) -> Check | None:
+def first_difference(engine: Engine, checks: Iterable[Check], threads: int, stop: Stop) -> Check | None:
     """Read tiles back, one at a time per thread, and return one that differs; None where all agree.
 
     A raised ``stop`` ends it early, with None.
@@ -149,40 +153,44 @@ def first_difference(engine: Engine, checks: Sequence[Check], threads: int, stop
         return not stop.is_set() and tile_digest(engine.read(check.name, check.tile)) != check.digest
 
     with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
-        verdicts = zip(checks, pool.map(differs, checks), strict=True)
+        verdicts = pool.map(lambda check: (check, differs(check)), checks)
         return next((check for check, bad in verdicts if bad), None)
 
 
 def read_state(engine: Engine) -> StateTable:
     """The state that the engine holds, every tensor read from its own memory."""
-    specs = engine.tensors()
-    digests = {name: [tile_digest(engine.read(name, tile)) for tile in tiles(spec)] for name, spec in specs.items()}
-    return StateTable.of_digests(specs, digests)
+    outline = Outline(engine.tensors().values())
+    found: list[tuple[int, int]] = []
+    for number in range(outline.num_tiles):
+        spec, tile = outline.place(number)
+        bits = engine.read(spec.name, tile)
+        found.append((tile_digest(bits), element_sum(seed_of(spec.name), tile, bits)))
+    return table_of(outline, found)
 
 
-def _items(manifest: Manifest) -> Iterator[_Item]:
-    for entry in manifest.tensors:
-        cut = {tile.index: tile for tile in tiles(entry.spec)}
-        for tile_entry in entry.tiles:
-            yield _Item(entry=entry, tile=cut[tile_entry.index], tile_entry=tile_entry)
+def _place(outline: Outline, listed: TileEntry) -> Place:
+    spec, tile = outline.place(listed.number)
+    return Place(spec=spec, tile=tile)
 
 
-def _made(item: _Item, write: TileWrite, held: str) -> _Made:
-    def check(digest: str) -> Check:
-        return Check(name=item.entry.name, tile=item.tile, digest=digest)
+def _made(write: TileWrite, after: int, before: int) -> _Made:
+    def check(digest: int) -> Check:
+        return Check(name=write.name, tile=write.tile, digest=digest)
 
-    return write, check(item.tile_entry.post), check(held)
+    return write, check(after), check(before)
 
 
-def _gather(items: Iterator[_Item], make: Callable[[_Item], _Made | None], threads: int, stop: Stop) -> Prepared | None:
-    """Make every tile in a bounded pool: at most one tile of scratch memory per thread."""
+_Item = TypeVar("_Item")
 
-    def guarded(item: _Item) -> _Made | None:
-        return None if stop.is_set() else make(item)
+
+def _gather(items: Iterable[_Item], make: Callable[[_Item], list[_Made]], threads: int, stop: Stop) -> Prepared | None:
+    """Make every tile in a bounded pool: at most one body's tiles of scratch memory per thread."""
+
+    def guarded(item: _Item) -> list[_Made]:
+        return [] if stop.is_set() else make(item)
 
     with ThreadPoolExecutor(threads, thread_name_prefix="prepare") as pool:
-        results = pool.map(guarded, items)
-        made = [result for result in results if result is not None]
+        made = [result for results in pool.map(guarded, items) for result in results]
     if stop.is_set():
         return None
     return Prepared(

@@ -7,15 +7,15 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Protocol
 
-from slackwater.checkpoint.manifest import Manifest, TileEntry
+from slackwater.checkpoint.manifest import BodyEntry, Manifest
 from slackwater.ids import Version
 
 
 class TileBodies(Protocol):
     """The verified packs of one delta."""
 
-    def of(self, entry: TileEntry) -> memoryview:
-        """The body of one tile."""
+    def of(self, entry: BodyEntry) -> memoryview:
+        """One body."""
         ...
 
 

@@ -268,9 +268,9 @@ class EngineTests:
     async def test_writes_that_do_not_fit_are_refused(self, engine: Engine) -> None:
         """An unknown name, a tile past the end, too few values, positions out of order."""
         spec = next(iter(engine.tensors().values()))
-        tile = Tile(index=0, start=0, count=2)
+        tile = Tile(index=0, start=0, cols=2)
         two = np.zeros(2, dtype=spec.bits_dtype)
-        past = Tile(index=0, start=spec.num_elements, count=2)
+        past = Tile(index=0, start=spec.num_elements, cols=2)
         backwards = np.array([1, 0], dtype=np.uint32)
         for write in (
             TileWrite(name=spec.name, tile=past, positions=None, values=two),

@@ -268,7 +268,7 @@ class TableEngine:
         """See `Engine.read`."""
         if name not in self._weights:
             raise NotFoundError(f"the engine holds no tensor {name!r}")
-        bits = self._weights[name][tile.start : tile.start + tile.count]
+        bits = tile.take(self._weights[name]).view()
         bits.flags.writeable = False
         return bits
 
@@ -322,7 +322,7 @@ class TableEngine:
         if spec is None:
             raise NotFoundError(f"the engine holds no tensor {write.name!r}")
         size = write.tile.count if write.positions is None else len(write.positions)
-        inside = write.tile.start + write.tile.count <= spec.num_elements
+        inside = write.tile.fits(spec.num_elements)
         rising = write.positions is None or bool(np.all(write.positions[1:] > write.positions[:-1]))
         sized = len(write.values) == size and write.values.dtype == spec.bits_dtype
         if not (inside and rising and sized):

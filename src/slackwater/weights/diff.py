@@ -1,65 +1,77 @@
 """Tiles of a source, hashed or compared with a baseline, over threads: the work releases the GIL."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from slackwater.checkpoint.codec import EncodedTile, encode_tile
+import numpy as np
+
+from slackwater.checkpoint.bundles import Batch, Bundle, batches
+from slackwater.checkpoint.codec import EncodedBody, Level, Place, encode_body
 from slackwater.checkpoint.digest import tile_digest
+from slackwater.checkpoint.element_sum import element_sum, seed_of
+from slackwater.checkpoint.outline import Outline
 from slackwater.checkpoint.state import StateTable
-from slackwater.checkpoint.tensor import Bits, Tile, tiles
+from slackwater.checkpoint.tensor import Bits
 from slackwater.weights.source import TensorSource
 
 _AHEAD: Final = 4
-"""Tiles in flight per thread: enough to keep it busy, few enough to hold little."""
+"""Bodies in flight per thread: enough to keep it busy, few enough to hold little."""
 
+_Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TileDiff:
-    """One tile of a source against its baseline."""
+def diff(
+    source: TensorSource, outline: Outline, baseline: Mapping[str, Bits], *, level: Level, threads: int
+) -> Iterator[tuple[Batch, list[EncodedBody]]]:
+    """Compare ``source`` with ``baseline``, which has all its tensors with equal specs.
 
-    name: str
-    tile: Tile
-    encoded: EncodedTile | None
-    """None: no bit changed."""
-    post: str
-    """`tile_digest` of the new bits."""
-
-
-def diff(source: TensorSource, baseline: Mapping[str, Bits], *, threads: int) -> Iterator[TileDiff]:
-    """Compare every tile of ``source`` with ``baseline``, which has all its tensors with equal specs.
-
-    Yields by rising tensor name and tile index, whichever thread is done first.
+    Yields each batch of bundles with the bodies of those that change, in order, whichever thread is done first.
     """
+    planned = list(batches(outline, source.specs()))
 
-    def compare(name: str, tile: Tile, new: Bits) -> TileDiff:
-        old = baseline[name][tile.start : tile.start + tile.count]
-        # A copy, so that body and digest tell of the same bits even if the source is written meanwhile.
-        frozen = new.copy()
-        return TileDiff(name=name, tile=tile, encoded=encode_tile(old, frozen), post=tile_digest(frozen))
+    def encode(bundle: Bundle) -> EncodedBody | None:
+        places = [Place(spec=spec, tile=tile) for spec, tile in map(outline.place, bundle)]
+        olds = [place.tile.take(baseline[place.spec.name]) for place in places]
+        news = [place.tile.take(source.bits(place.spec.name)) for place in places]
+        return encode_body(places, olds, news, level)
 
-    return _over_tiles(source, compare, threads)
+    found = _in_order((bundle for batch in planned for bundle in batch), encode, threads)
+    for batch in planned:
+        bodies = [next(found) for _ in batch]
+        yield batch, [body for body in bodies if body is not None]
 
 
 def hash_source(source: TensorSource, *, threads: int) -> StateTable:
     """The table of a whole source."""
-    digests: dict[str, list[str]] = {name: [] for name in source.specs()}
-    for name, digest in _over_tiles(source, lambda name, _, new: (name, tile_digest(new)), threads):
-        digests[name].append(digest)
-    return StateTable.of_digests(source.specs(), digests)
+    outline = Outline(source.specs().values())
+
+    def digests(number: int) -> tuple[int, int]:
+        spec, tile = outline.place(number)
+        bits = tile.take(source.bits(spec.name))
+        return tile_digest(bits), element_sum(seed_of(spec.name), tile, bits)
+
+    return table_of(outline, list(_in_order(range(outline.num_tiles), digests, threads)))
 
 
-def _over_tiles(source: TensorSource, work: Callable[[str, Tile, Bits], _Result], threads: int) -> Iterator[_Result]:
+def table_of(outline: Outline, found: Sequence[tuple[int, int]]) -> StateTable:
+    """A table of the digest and the element sum of each tile, by number."""
+    tiles, parts = np.array(found, dtype=np.uint64).reshape(-1, 2).T
+    sums = np.zeros(len(outline.specs), dtype=np.uint64)
+    tensors = np.repeat(np.arange(sums.size), np.diff(outline.first_tiles))
+    np.add.at(sums, tensors, parts)
+    return StateTable(outline=outline, tiles=tiles.copy(), sums=sums)
+
+
+def _in_order(items: Iterable[_Item], work: Callable[[_Item], _Result], threads: int) -> Iterator[_Result]:
     """Results in order, with a bounded number in flight; a consumer that stops early ends the pool."""
     pending: deque[Future[_Result]] = deque()
     with ThreadPoolExecutor(threads, thread_name_prefix="tiles") as pool:
         try:
-            for name, tile, bits in _cut(source):
-                pending.append(pool.submit(work, name, tile, bits))
+            for item in items:
+                pending.append(pool.submit(work, item))
                 if len(pending) >= threads * _AHEAD:
                     yield pending.popleft().result()
             while pending:
@@ -67,10 +79,3 @@ def _over_tiles(source: TensorSource, work: Callable[[str, Tile, Bits], _Result]
         finally:
             for future in pending:
                 future.cancel()
-
-
-def _cut(source: TensorSource) -> Iterator[tuple[str, Tile, Bits]]:
-    for name, spec in sorted(source.specs().items()):
-        bits = source.bits(name)
-        for tile in tiles(spec):
-            yield name, tile, bits[tile.start : tile.start + tile.count]

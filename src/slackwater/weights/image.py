@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from slackwater.errors import InvalidInputError
 from slackwater.checkpoint.shards import build_index, build_shard, cut_shards
+from slackwater.errors import InvalidInputError
 from slackwater.weights.source import INDEX_FILE, FolderSource, ShardSource, TensorSource, side_files
 
 CONFIG: Final = "config.json"

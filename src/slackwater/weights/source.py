@@ -9,9 +9,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from slackwater.checkpoint.shards import Slot, read_slots
 from slackwater.checkpoint.tensor import Bits, TensorSpec
 from slackwater.errors import CorruptError, InvalidInputError, NotFoundError
-from slackwater.checkpoint.shards import Slot, read_slots
 
 INDEX_FILE: Final = "model.safetensors.index.json"
 

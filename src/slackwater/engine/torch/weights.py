@@ -24,7 +24,7 @@ class Patch:
     """One write, translated: where it goes, what it puts there and what it replaces."""
 
     target: Bits
-    """The tile's own memory."""
+    """The tile's own memory, or its tensor's where the tile lies in several rows."""
     positions: npt.NDArray[np.intp] | None
     """Offsets into ``target``; None: all of it."""
     new: Bits
@@ -72,13 +72,13 @@ class WeightBits:
         self._last: StagedWrites | None = None
 
     def read(self, name: str, tile: Tile) -> Bits:
-        """The bits of a tile: a view, not to be written.
+        """The bits of a tile: a view where it is contiguous, not to be written.
 
         Raises:
             NotFoundError: No such tensor.
             InvalidInputError: The tile ends outside of it.
         """
-        view = self._tile(name, tile).view()
+        view = tile.take(self._tensor(name, tile)).view()
         view.flags.writeable = False
         return view
 
@@ -121,19 +121,25 @@ class WeightBits:
         return written
 
     def _translate(self, write: TileWrite) -> Patch:
-        target = self._tile(write.name, write.tile)
-        positions = None if write.positions is None else write.positions.astype(np.intp)
-        _check(write, target)
+        tensor = self._tensor(write.name, write.tile)
+        _check(write, tensor.dtype)
+        if write.tile.rows == 1:
+            target = write.tile.take(tensor)
+            positions = None if write.positions is None else write.positions.astype(np.intp)
+        else:
+            target = tensor
+            inside = np.arange(write.tile.count, dtype=np.uint32) if write.positions is None else write.positions
+            positions = write.tile.in_tensor(inside)
         old = target.copy() if positions is None else target[positions]
         return Patch(target=target, positions=positions, new=write.values, old=old)
 
-    def _tile(self, name: str, tile: Tile) -> Bits:
+    def _tensor(self, name: str, tile: Tile) -> Bits:
         flat = self._flat.get(name)
         if flat is None:
             raise NotFoundError(f"the engine holds no tensor {name!r}", hint="compare with tensors()")
-        if not 0 <= tile.start <= tile.start + tile.count <= flat.size:
+        if not tile.fits(flat.size):
             raise InvalidInputError(f"{name}: tile {tile.index} ends outside of its {flat.size} elements")
-        return flat[tile.start : tile.start + tile.count]
+        return flat
 
 
 def _apply(patches: Sequence[Patch]) -> int:
@@ -158,15 +164,15 @@ def _bits(tensor: torch.Tensor, spec: TensorSpec) -> Bits:
     return bits
 
 
-def _check(write: TileWrite, target: Bits) -> None:
+def _check(write: TileWrite, dtype: np.dtype[Any]) -> None:
     where = f"{write.name}: the write to tile {write.tile.index}"
-    if write.values.dtype != target.dtype:
-        raise InvalidInputError(f"{where} carries {write.values.dtype}, the tensor holds {target.dtype}")
-    wanted = target.size if write.positions is None else write.positions.size
+    if write.values.dtype != dtype:
+        raise InvalidInputError(f"{where} carries {write.values.dtype}, the tensor holds {dtype}")
+    wanted = write.tile.count if write.positions is None else write.positions.size
     if write.values.shape != (wanted,):
         raise InvalidInputError(f"{where} carries {write.values.shape} values for {wanted} positions")
     if write.positions is None or not write.positions.size:
         return
     rising = bool(np.all(write.positions[1:] > write.positions[:-1]))
-    if not rising or int(write.positions[-1]) >= target.size:
-        raise InvalidInputError(f"{where} has positions out of order or outside of its {target.size} elements")
+    if not rising or int(write.positions[-1]) >= write.tile.count:
+        raise InvalidInputError(f"{where} has positions out of order or outside of its {write.tile.count} elements")
