@@ -184,11 +184,10 @@ def tile_at(spec: TensorSpec, index: int) -> Tile:
 def _cut(spec: TensorSpec) -> _Cut:
     if spec.num_bytes <= TILE_BYTES:
         return _Cut(by_column=False, section=1, length=1, lines=1, line=spec.num_elements, cross=1)
-    by_column = len(spec.shape) > 1 and _SPLIT_BY_COLUMN.search(spec.name) is not None and not _is_expert(spec)
-    axis = 1 if by_column else 0
-    lines = spec.shape[axis]
+    by_column = _is_split_by_column(spec)
+    lines = spec.shape[1 if by_column else 0]
     line = spec.num_elements // lines
-    sections = 1 if lines % SHARDS or _is_expert(spec) else SHARDS
+    sections = 1 if lines % SHARDS or is_expert(spec.name) else SHARDS
     section = lines // sections
     most = min(section, max(1, TILE_BYTES // (line * WIDTHS[spec.dtype])))
     length = -(-section // -(-section // most))  # evenly
@@ -196,8 +195,13 @@ def _cut(spec: TensorSpec) -> _Cut:
     return _Cut(by_column=by_column, section=section, length=length, lines=lines, line=line, cross=cross)
 
 
-def _is_expert(spec: TensorSpec) -> bool:
-    return _EXPERT.search(spec.name) is not None
+def _is_split_by_column(spec: TensorSpec) -> bool:
+    return len(spec.shape) > 1 and _SPLIT_BY_COLUMN.search(spec.name) is not None and not is_expert(spec.name)
+
+
+def is_expert(name: str) -> bool:
+    """Whether a tensor is part of one routed expert."""
+    return _EXPERT.search(name) is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,7 +18,7 @@ from slackwater.ids import RunId, Version
 from slackwater.publish.plan import pack
 from slackwater.weights.diff import diff, hash_source
 from slackwater.weights.image import FolderImage
-from slackwater.weights.source import TensorSource
+from slackwater.weights.source import Quantizes, TensorSource
 
 Progress = Callable[[str, int, int], None]
 """Told the stage (``encode`` in bytes, ``upload`` in bytes), how much is done, and of how much."""
@@ -111,6 +111,7 @@ def draft_delta(
         objects=tuple(objects),
         bodies=_bodies(bodies, packs.places),
         tiles=_tile_columns(held, table, numbered),
+        quantizers=_quantizers(source),
     )
     return Draft(
         manifest=manifest, bodies={ref.key: blob for ref, blob in zip(objects, packs.blobs, strict=True)}, table=table
@@ -176,6 +177,12 @@ def _tile_columns(held: StateTable, table: StateTable, numbered: _Numbered) -> T
         digests=to_column(np.array(pairs, dtype=np.uint64)),
         sums=to_column(table.sums[tensors] if tensors else np.empty(0, dtype=np.uint64)),
     )
+
+
+def _quantizers(source: TensorSource) -> tuple[str, ...]:
+    if not isinstance(source, Quantizes):
+        return ()
+    return tuple(sorted({quantizer.name for quantizer in source.quantizers.values()}))
 
 
 def _blob_ref(run: RunId, blob: bytes) -> ObjectRef:

@@ -23,7 +23,7 @@ from slackwater.checkpoint.keys import head_key, manifest_key
 from slackwater.checkpoint.manifest import MAX_MANIFEST_BYTES, Manifest, ObjectRef, encode_manifest
 from slackwater.checkpoint.outline import Outline
 from slackwater.checkpoint.rules import decode_manifest
-from slackwater.checkpoint.tensor import Bits
+from slackwater.checkpoint.tensor import Bits, TensorSpec
 from slackwater.clock import Clock, SystemClock
 from slackwater.errors import CorruptError, InvalidInputError, LostRaceError, NotFoundError, SlackwaterError
 from slackwater.ids import RunId, StateDigest, Version, run_id
@@ -134,6 +134,20 @@ class Publisher:
         """The newest version known to be committed; None before the first."""
         return None if self._held is None else self._held.version
 
+    def held_bits(self, name: str) -> Bits:
+        """One tensor as it was last committed, flat. Not to be written.
+
+        Raises:
+            NotFoundError: Nothing is committed yet, or there is no such tensor.
+        """
+        if self._held is None or name not in self._held.bits:
+            raise NotFoundError(f"{self._run} has no committed {name}", hint="publish an anchor first")
+        return self._held.bits[name]
+
+    def held_specs(self) -> Mapping[str, TensorSpec]:
+        """The lineage's tensors as replicas serve them; empty before the first anchor."""
+        return {} if self._held is None else {spec.name: spec for spec in self._held.table.outline.specs}
+
     def publish(
         self, source: TensorSource, *, step: int, folder_files: Path | str | None = None, anchor: bool = False
     ) -> Published:
@@ -186,7 +200,7 @@ class Publisher:
         since = None if held is None else held.version - held.anchor
         kind = decide(anchor_every=self._anchor_every, since_anchor=since, forced=anchor)
         if held is not None:
-            check_fits(kind, {spec.name: spec for spec in held.table.outline.specs}, source.specs())
+            check_fits(kind, self.held_specs(), source.specs())
         label = Label(
             run=self._run,
             version=Version(0 if held is None else held.version + 1),

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Final, Protocol
+from typing import Annotated, Final, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -33,6 +33,25 @@ class TensorSource(Protocol):
         Raises:
             NotFoundError: No such tensor.
         """
+        ...
+
+
+class Named(Protocol):
+    """Something whose name goes into a manifest."""
+
+    @property
+    def name(self) -> str:
+        """A stable name."""
+        ...
+
+
+@runtime_checkable
+class Quantizes(Protocol):
+    """A source whose tensors are quantised on their way: `slackwater.weights.quantized.QuantizedSource`."""
+
+    @property
+    def quantizers(self) -> Mapping[str, Named]:
+        """The quantiser of each tensor that one makes."""
         ...
 
 
