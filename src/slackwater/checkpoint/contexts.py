@@ -25,8 +25,8 @@ EXPONENTS: Final[dict[str, tuple[int, int]]] = {
 
 Classes = npt.NDArray[np.uint8]
 
-_WORTH_A_ROW: Final = 40
-"""Fewest changes in a context of its own: a row has 96 bits, and a better width saves about 2 a change."""
+_WORTH_A_ROW: Final = 80
+"""Fewest changes in a context of its own: a row has about 52 bits, and a better width saves a part of a bit in each."""
 
 _NEVER: Final = 1 << 62
 

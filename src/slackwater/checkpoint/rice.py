@@ -24,8 +24,8 @@ MAX_WIDTH: Final = 24
 Numbers = npt.NDArray[np.int64]
 
 _WORD: Final = 64
-_MOST_BITS: Final = 62
-"""A code's prefix and width together, so that its number is positive in 64 bits."""
+_MOST_BITS: Final = 63
+"""Most bits of a number: a code's prefix and width together."""
 _LN2: Final = math.log(2)
 _ONE: Final = np.uint64(1)
 
@@ -38,7 +38,7 @@ def rice_width(count: int, total: int) -> int:
 
 
 def golomb_width(numbers: Numbers) -> int:
-    """The width that makes the exponential Golomb codes of ``numbers`` shortest: the cost has one valley."""
+    """A width that makes the exponential Golomb codes of ``numbers`` short: the first valley of the cost."""
     best = _golomb_bits(numbers, 0)
     for width in range(1, MAX_WIDTH + 1):
         cost = _golomb_bits(numbers, width)
@@ -243,7 +243,7 @@ def _read_golomb(numbers: Numbers, width: int, stream: Words, bit: int, limit: i
         limit: Its length in bits.
 
     Returns:
-        The bit after the last one; -1 if the stream ends early or a number has more than 62 bits.
+        The bit after the last one; -1 if the stream ends early or a number has more than 63 bits.
     """
     for index in range(numbers.size):
         if bit >= limit:
@@ -258,6 +258,8 @@ def _read_golomb(numbers: Numbers, width: int, stream: Words, bit: int, limit: i
         upper = (_ONE << np.uint64(prefix)) | _read(stream, bit + 1, prefix)
         low = _read(stream, bit + 1 + prefix, width)
         numbers[index] = np.int64(((upper - _ONE) << np.uint64(width)) | low)
+        if numbers[index] < 0:
+            return -1
         bit += 1 + prefix + width
     return bit
 

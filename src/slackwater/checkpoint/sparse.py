@@ -22,12 +22,15 @@ from slackwater.checkpoint import rice
 from slackwater.checkpoint.changes import Changes, Positions, gather, read_only, steps_between, steps_onto
 from slackwater.checkpoint.rice import Numbers
 from slackwater.checkpoint.tensor import WIDTHS, Bits
+from slackwater.checkpoint.varint import read_varint, varint
 from slackwater.errors import CorruptError
 
 _HEAD: Final = struct.Struct("<IHHIII")
 """Changes, contexts, zero, and the bytes of the gap quotients, of the run quotients and of the sizes."""
-_ROW: Final = struct.Struct("<BBBBII")
-"""Last class; widths of gaps, runs and sizes; changes; larger steps."""
+_ROW: Final = struct.Struct("<BH")
+"""Last class, and the widths of gaps, runs and sizes in 5 bits each; changes and larger steps follow as varints."""
+_WIDTH_BITS: Final = 5
+_WIDTH_MASK: Final = (1 << _WIDTH_BITS) - 1
 
 
 class _Row(NamedTuple):
@@ -90,8 +93,9 @@ def _by_exponent(dtype: str, olds: Sequence[Bits], changes: Sequence[Changes], s
 
 
 def _write(ranked: _Ranked) -> bytes:
-    larger = np.flatnonzero(np.abs(ranked.steps) > 1)
-    sizes = np.abs(ranked.steps[larger]) - 2
+    distances = np.abs(ranked.steps).view(np.uint64)  # 64-bit elements have a step of -2**63
+    larger = np.flatnonzero(distances > 1)
+    sizes = (distances[larger] - 2).view(np.int64)
     cuts = np.searchsorted(larger, ranked.ends).tolist()
     gaps = _parts(ranked.ranks, ranked.ends)
     # A run counts the changes of its own context: positions in it begin at 0.
@@ -101,7 +105,7 @@ def _write(ranked: _Ranked) -> bytes:
         (_width(gap), _width(run), rice.golomb_width(size)) for gap, run, size in zip(gaps, runs, lengths, strict=True)
     ]
     rows = [
-        _ROW.pack(last, *width, gap.size, run.size)
+        _row_bytes(_Row(last, *width, gap.size, run.size))
         for last, width, gap, run in zip(ranked.lasts, widths, gaps, runs, strict=True)
     ]
     gap_quotients, gap_lows = rice.rice_bytes([(gap, width) for gap, (width, _, _) in zip(gaps, widths, strict=True)])
@@ -171,10 +175,7 @@ def _read_head(where: str, body: memoryview, total: int) -> tuple[list[_Row], _S
         _corrupt(where, "contexts", f"{contexts} is none of 1 to {ctx.CLASSES}")
     if zero:
         _corrupt(where, "reserved", f"{zero} instead of 0")
-    begin = _HEAD.size + contexts * _ROW.size
-    if len(body) < begin:
-        _corrupt(where, "rows", f"they end at byte {begin} and the body has {len(body)}")
-    rows = [_Row(*_ROW.unpack_from(body, _HEAD.size + index * _ROW.size)) for index in range(contexts)]
+    rows, begin = _read_rows(where, body, contexts)
     _check_rows(where, rows, count)
     lows = _bytes(sum(row.changes * row.gap_width for row in rows))
     run_lows = _bytes(sum(row.larger * row.run_width for row in rows))
@@ -183,6 +184,27 @@ def _read_head(where: str, body: memoryview, total: int) -> tuple[list[_Row], _S
     if ends[-1] != len(body):
         _corrupt(where, "sections", f"they end at byte {ends[-1]} and the body has {len(body)}")
     return rows, _Sections(*(body[start:end] for start, end in pairwise(ends)))
+
+
+def _row_bytes(row: _Row) -> bytes:
+    widths = row.gap_width | row.run_width << _WIDTH_BITS | row.size_width << 2 * _WIDTH_BITS
+    return _ROW.pack(row.last, widths) + varint(row.changes) + varint(row.larger)
+
+
+def _read_rows(where: str, body: memoryview, contexts: int) -> tuple[list[_Row], int]:
+    """The rows, and where they end."""
+    rows, at = list[_Row](), _HEAD.size
+    for index in range(contexts):
+        if len(body) < at + _ROW.size:
+            _corrupt(where, f"row {index}", f"it goes past the body's {len(body)} bytes")
+        last, widths = _ROW.unpack_from(body, at)
+        if widths >> 3 * _WIDTH_BITS:
+            _corrupt(where, f"row {index}", "the highest bit of its widths is set")
+        changes, at = read_varint(where, body, at + _ROW.size)
+        larger, at = read_varint(where, body, at)
+        gap, run, size = (widths >> shift & _WIDTH_MASK for shift in (0, _WIDTH_BITS, 2 * _WIDTH_BITS))
+        rows.append(_Row(last, gap, run, size, changes, larger))
+    return rows, at
 
 
 def _check_rows(where: str, rows: Sequence[_Row], count: int) -> None:
