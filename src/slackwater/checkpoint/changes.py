@@ -61,7 +61,9 @@ def find_changes(old: Bits, new: Bits, limit: int | None = None) -> Changes | No
         if at + _BLOCK > old.size:
             break
         found = _twice(found)
-    return _with_tail(old, new, at, Changes(positions=found[0][:count], old=found[1][:count], new=found[2][:count]))
+    whole = Changes(positions=found[0][:count], old=found[1][:count], new=found[2][:count])
+    result = _with_tail(old, new, at, whole)
+    return None if limit is not None and result.count > limit else result
 
 
 _Room = tuple[Positions, Words, Words]

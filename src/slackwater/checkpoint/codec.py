@@ -26,8 +26,8 @@ readers walk the old bits."""
 DENSE_SHARE: Final = 8
 """Above one changed element in this many, a dense write is cheaper than a scattered one."""
 
-_DENSE_TRIED_ABOVE: Final = 8
-"""A dense body has an eighth of the tile's bytes or more (of 16-bit elements), so smaller bodies are taken at once."""
+_DENSE_ELEMENTS: Final = 4
+"""Most elements in a byte of a dense body: a sparse body with more elements for each byte is taken at once."""
 
 _SPARSE_SHARE: Final = 10
 """Above one changed element in this many, ``fast`` takes a body whose time doesn't depend on what changes."""
@@ -83,7 +83,9 @@ def encode_body(
         InvalidInputError: Dtypes or sizes differ, or ``news`` were written meanwhile.
     """
     for place, old, new in zip(places, olds, news, strict=True):
-        if not old.dtype == new.dtype == places[0].spec.bits_dtype or not old.shape == new.shape == (place.tile.count,):
+        if place.spec.dtype != places[0].spec.dtype:
+            raise InvalidInputError(f"{place} is {place.spec.dtype} among tiles of {places[0].spec.dtype}")
+        if not old.dtype == new.dtype == place.spec.bits_dtype or not old.shape == new.shape == (place.tile.count,):
             raise InvalidInputError(f"{place} can't go from {old.dtype} {old.shape} to {new.dtype} {new.shape} here")
     posts = [tile_digest(new) for new in news]
     changes = _find_all(olds, news, level)
@@ -127,7 +129,7 @@ def _smallest(
     best: tuple[Encoding, bytes] | None = None
     if changes is not None:
         best = "sparse", encode_sparse(dtype, olds, changes, by_exponent=level == "wan")
-    if best is None or len(best[1]) * _DENSE_TRIED_ABOVE > size:
+    if best is None or len(best[1]) * _DENSE_ELEMENTS > sum(new.size for new in news):
         dense = encode_dense(olds, news)
         if dense is not None and (best is None or len(dense) < len(best[1])):
             best = "dense", dense
@@ -194,11 +196,14 @@ def apply_body(places: Sequence[Place], entry: BodyEntry, body: memoryview, held
     Raises:
         WrongBaseError: The bits held are neither the delta's old ones nor its new ones.
         CorruptError: The body breaks the format, or doesn't make what the manifest says.
-        InvalidInputError: ``held`` aren't these tiles.
+        InvalidInputError: ``held`` aren't these tiles, or can't be written.
     """
     done = _check_held(places, entry, body, held)
     if all(done):
         return 0
+    for place, bits in zip(places, held, strict=True):
+        if not bits.flags.writeable:
+            raise InvalidInputError(f"the bits held of {place} can't be written", hint="pass writable bits")
     parts = _decode(places, entry, body, held)
     undo = [part if isinstance(part, Changes) else bits.copy() for part, bits in zip(parts, held, strict=True)]
     for bits, part, is_done in zip(held, parts, done, strict=True):

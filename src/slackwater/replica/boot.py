@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from slackwater.checkpoint.state import StateTable
+from slackwater.checkpoint.warm import warm_kernels
 from slackwater.clock import Clock
 from slackwater.engine.base import Engine
 from slackwater.errors import CorruptError, NotFoundError
@@ -72,6 +73,8 @@ async def boot(source: VersionSource, route: Route, target: Version, open_engine
     except CorruptError as error:
         route.detour(manifest.version, error)
         raise
+    # Compiling stops every thread for seconds: here nobody is served yet.
+    await asyncio.to_thread(warm_kernels, {spec.dtype for spec in manifest.outline.specs})
     async with AsyncExitStack() as undo:
         engine = await open_engine(folder, manifest.version)
         undo.push_async_callback(engine.close)

@@ -243,6 +243,26 @@ class EngineTests:
         assert (digest(engine), engine.stats().version) == (before, FIRST)
         assert (await answered(engine, request())).steps == answer.steps
 
+    @pytest.mark.parametrize("every", [1, 5])
+    async def test_a_tile_of_several_rows_is_read_written_and_put_back(self, engine: Engine, every: int) -> None:
+        """Every row of it and nothing beside it: tiles of weights that ranks hold by column are rectangles."""
+        spec = next(spec for spec in engine.tensors().values() if len(spec.shape) == 2 and spec.shape[1] > 3)
+        rows, stride = spec.shape
+        whole = Tile(index=0, start=0, cols=rows * stride)
+        tile = Tile(index=0, start=1, rows=rows, cols=2, stride=stride)
+        before = engine.read(spec.name, whole).copy()
+        wanted = before.copy().reshape(rows, stride)
+        values = wanted[:, 1:3].reshape(-1)
+        values[::every] ^= 1
+        wanted[:, 1:3] = values.reshape(rows, 2)
+        positions = None if every == 1 else np.arange(0, tile.count, every, dtype=np.uint32)
+        staged = await engine.stage([TileWrite(name=spec.name, tile=tile, positions=positions, values=values[::every])])
+        await engine.commit(staged, SECOND)
+        assert np.array_equal(engine.read(spec.name, tile), values)
+        assert np.array_equal(engine.read(spec.name, whole), wanted.reshape(-1))
+        await engine.undo(staged, FIRST)
+        assert np.array_equal(engine.read(spec.name, whole), before)
+
     async def test_only_the_last_commit_can_be_undone(self, engine: Engine) -> None:
         """Neither an older one nor one twice."""
         older = await engine.stage(flips(engine))
@@ -266,14 +286,16 @@ class EngineTests:
         assert (await answered(engine, request())).finish is Finish.LENGTH
 
     async def test_writes_that_do_not_fit_are_refused(self, engine: Engine) -> None:
-        """An unknown name, a tile past the end, too few values, positions out of order."""
+        """An unknown name, a tile past the end or the last row, too few values, positions out of order."""
         spec = next(iter(engine.tensors().values()))
         tile = Tile(index=0, start=0, cols=2)
         two = np.zeros(2, dtype=spec.bits_dtype)
         past = Tile(index=0, start=spec.num_elements, cols=2)
+        below = Tile(index=0, start=0, rows=2, cols=1, stride=spec.num_elements)
         backwards = np.array([1, 0], dtype=np.uint32)
         for write in (
             TileWrite(name=spec.name, tile=past, positions=None, values=two),
+            TileWrite(name=spec.name, tile=below, positions=None, values=two),
             TileWrite(name=spec.name, tile=tile, positions=None, values=two[:1]),
             TileWrite(name=spec.name, tile=tile, positions=backwards, values=two),
             TileWrite(name=spec.name, tile=tile, positions=None, values=two.astype(np.float64)),  # type: ignore[arg-type]

@@ -280,7 +280,7 @@ class TableEngine:
             raise fault
         for write in writes:
             self._check_write(write)
-        saved = tuple(self._bits(write).copy() for write in writes)
+        saved = tuple(write.tile.take(self._weights[write.name]).copy() for write in writes)
         return TableStaged(writes=tuple(writes), saved=saved, generation=self._generation)
 
     async def commit(self, staged: Staged, version: Version) -> CommitReport:
@@ -328,9 +328,6 @@ class TableEngine:
         if not (inside and rising and sized):
             raise InvalidInputError(f"a write does not fit {write.name!r}")
 
-    def _bits(self, write: TileWrite) -> Bits:
-        return self._weights[write.name][write.tile.start : write.tile.start + write.tile.count]
-
     async def _between_steps(self, change: Callable[[], CommitReport]) -> CommitReport:
         self._check_open()
         future: asyncio.Future[CommitReport] = asyncio.get_running_loop().create_future()
@@ -347,12 +344,12 @@ class TableEngine:
             if index == fail_at:
                 self._restore(staged)
                 raise SwapError(f"the commit failed at write {index}, {write.name!r}")
-            _scatter(self._bits(write), write)
+            write.put(self._weights[write.name])
         if fail_at is not None and fail_at >= len(staged.writes):
             self._restore(staged)
             raise SwapError("the commit failed after its last write")
         if flip and staged.writes:
-            self._bits(staged.writes[0])[0] ^= 1
+            self._spoil(staged.writes[0])
         self._last = staged
         self.commits += 1
         return self._flip(staged, version)
@@ -364,13 +361,16 @@ class TableEngine:
             raise SwapError("this is not the last commit" if not fail else "the undo failed")
         self._restore(staged)
         if flip and staged.writes:
-            self._bits(staged.writes[0])[0] ^= 1
+            self._spoil(staged.writes[0])
         self._last = None
         return self._flip(staged, version)
 
     def _restore(self, staged: TableStaged) -> None:
         for write, saved in zip(staged.writes, staged.saved, strict=True):
-            self._bits(write)[:] = saved
+            write.tile.put(self._weights[write.name], saved)
+
+    def _spoil(self, write: TileWrite) -> None:
+        self._weights[write.name][write.tile.start] ^= 1
 
     def _flip(self, staged: TableStaged, version: Version) -> CommitReport:
         begun = time.perf_counter()
@@ -468,13 +468,6 @@ def _finish(run: _Run, token: int) -> Finish | None:
     if token in run.request.sampling.stop_token_ids:
         return Finish.STOP
     return Finish.LENGTH if run.made >= run.limit else None
-
-
-def _scatter(bits: Bits, write: TileWrite) -> None:
-    if write.positions is None:
-        bits[:] = write.values
-    else:
-        bits[write.positions] = write.values
 
 
 def _ours(staged: Staged) -> TableStaged:
