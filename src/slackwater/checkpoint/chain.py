@@ -1,14 +1,18 @@
 """Which manifests lead from the version held to the version wanted."""
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NoReturn
 
 from slackwater.errors import NotFoundError
 from slackwater.ids import Version
 
 KindOf = Callable[[Version], Literal["anchor", "delta"] | None]
 """What a version is; None where it isn't committed or can't be read any more."""
+
+FoldsTo = Callable[[Version], Iterable[Version]]
+"""The earlier versions from which a fold leads to a version."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,29 +22,74 @@ class Path:
     anchor: Version | None
     """Load this first; None: go on from the version held."""
     deltas: tuple[Version, ...]
-    """Then apply these, rising and without gaps."""
+    """Then apply these, rising: each a delta on the version before, or a fold where it leaves numbers out."""
 
 
-def plan_path(held: Version | None, target: Version, kind_of: KindOf) -> Path:
-    """Find the way to ``target``: deltas on what is held, else the newest anchor below and its deltas.
+def no_folds(_version: Version) -> Iterable[Version]:
+    """A run without folds."""
+    return ()
 
-    A delta is never skipped, and none is applied backwards: a target below ``held`` needs an anchor. Versions
-    are asked about from ``target`` downwards, each at most once, and none below the first anchor or ``held``.
+
+def plan_path(held: Version | None, target: Version, kind_of: KindOf, folds_to: FoldsTo = no_folds) -> Path:
+    """Find the way to ``target`` in the fewest steps: on what is held, else on the anchor that is met first.
+
+    No delta is skipped but by a fold, and none is applied backwards: a target below ``held`` needs an anchor. Versions
+    are asked about from ``target`` downwards, each at most once, and without folds none below the first anchor or
+    ``held``. An anchor isn't gone past but by a fold, on the way to ``held``.
+
+    Args:
+        held: The version at hand; None where there is none.
+        target: The version wanted.
+        kind_of: What each version is.
+        folds_to: The folds that may be used.
 
     Raises:
         NotFoundError: ``target`` isn't there, or no anchor lies between it and the nearest gap below it.
     """
-    deltas: list[Version] = []
-    for version in map(Version, range(target, -1, -1)):
+    following: dict[Version, Version | None] = {target: None}
+    waiting = deque([target])
+    anchor, gap = None, None
+    while waiting:
+        version = waiting.popleft()
         if version == held:
-            return Path(anchor=None, deltas=tuple(reversed(deltas)))
+            return Path(anchor=None, deltas=_onwards(following, version))
         kind = kind_of(version)
-        if kind == "anchor":
-            return Path(anchor=version, deltas=tuple(reversed(deltas)))
         if kind is None:
-            raise NotFoundError(
-                f"version {target} can't be reached: version {version} isn't there",
-                hint="wait for it to be published" if version == target else "wait for the next anchor",
-            )
-        deltas.append(version)
-    raise NotFoundError(f"version {target} can't be reached: there is no anchor below it", hint="publish an anchor")
+            gap = version if gap is None else gap
+            continue
+        if kind == "anchor":
+            anchor = version if anchor is None else anchor
+            if held is None or held > target:
+                break
+        for before in _befores(version, kind, folds_to):
+            if before not in following:
+                following[before] = version
+                waiting.append(before)
+    if anchor is None:
+        _unreachable(target, gap)
+    return Path(anchor=anchor, deltas=_onwards(following, anchor))
+
+
+def _befores(version: Version, kind: Literal["anchor", "delta"], folds_to: FoldsTo) -> list[Version]:
+    found = {before for before in folds_to(version) if before < version}
+    if kind == "delta" and version > 0:
+        found.add(Version(version - 1))
+    return sorted(found, reverse=True)
+
+
+def _onwards(following: dict[Version, Version | None], version: Version) -> tuple[Version, ...]:
+    steps: list[Version] = []
+    after = following[version]
+    while after is not None:
+        steps.append(after)
+        after = following[after]
+    return tuple(steps)
+
+
+def _unreachable(target: Version, gap: Version | None) -> NoReturn:
+    if gap is None:
+        raise NotFoundError(f"version {target} can't be reached: there is no anchor below it", hint="publish an anchor")
+    raise NotFoundError(
+        f"version {target} can't be reached: version {gap} isn't there",
+        hint="wait for it to be published" if gap == target else "wait for the next anchor",
+    )

@@ -24,6 +24,8 @@ def from_column(text: str, count: int, field: str) -> Words:
         data = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
         raise CorruptError(f"manifest field {field}: it is no base64") from error
-    if len(data) != 8 * count or to_column(np.frombuffer(data, dtype="<u8")) != text:
+    if len(data) != 8 * count:
         raise CorruptError(f"manifest field {field}: {len(data)} bytes instead of {8 * count}")
+    if base64.b64encode(data).decode() != text:
+        raise CorruptError(f"manifest field {field}: its base64 isn't in the form that has no other")
     return np.frombuffer(data, dtype=np.uint64)

@@ -5,10 +5,16 @@
     <run>/manifests/00000007.json              the commit of version 7, created if absent, never changed
     <run>/anchors/00000000-<digest>/<file>     an ordinary Hugging Face folder
     <run>/blobs/<sha256>                       packs of delta tiles, named by their content
+    <run>/folds/00000003-00000007.json         a fold: what leads from version 3 to version 7 in one step
     <run>/head.json                            a hint: the newest version that its writer knew
 """
 
+import re
+from typing import Final
+
 from slackwater.ids import ObjectDigest, RunId, Version
+
+_FOLD: Final = re.compile(r"/([0-9]{8})-([0-9]{8})\.json")
 
 
 def manifest_key(run: RunId, version: Version) -> str:
@@ -24,6 +30,22 @@ def anchor_key(run: RunId, version: Version, digest: str, file: str) -> str:
 def blob_key(run: RunId, digest: ObjectDigest) -> str:
     """A pack of tile bodies."""
     return f"{run}/blobs/{digest}"
+
+
+def folds_prefix(run: RunId) -> str:
+    """Below which a run's folds lie."""
+    return f"{run}/folds"
+
+
+def fold_key(run: RunId, start: Version, end: Version) -> str:
+    """The key whose creation commits the fold from ``start`` to ``end``."""
+    return f"{folds_prefix(run)}/{start:08d}-{end:08d}.json"
+
+
+def parse_fold_key(run: RunId, key: str) -> tuple[Version, Version] | None:
+    """What a key under `folds_prefix` leads from and to; None where it is no fold's."""
+    found = _FOLD.fullmatch(key.removeprefix(folds_prefix(run)))
+    return None if found is None else (Version(int(found[1])), Version(int(found[2])))
 
 
 def head_key(run: RunId) -> str:

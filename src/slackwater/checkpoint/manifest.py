@@ -38,7 +38,7 @@ _Short = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 _Shape = Annotated[tuple[_Count, ...], msgspec.Meta(max_length=8)]
 
 
-class ObjectRef(msgspec.Struct, frozen=True, array_like=True):
+class ObjectRef(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One object of the bucket."""
 
     key: _Short
@@ -48,7 +48,7 @@ class ObjectRef(msgspec.Struct, frozen=True, array_like=True):
     sha256: _Sha256
 
 
-class AnchorTensor(msgspec.Struct, frozen=True, array_like=True):
+class AnchorTensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One tensor of an anchor, and where its bytes lie."""
 
     name: _Short

@@ -8,7 +8,10 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Final
 
-from slackwater.checkpoint.tensor import TensorSpec, Tile, tile_at, tile_count
+import numpy as np
+import numpy.typing as npt
+
+from slackwater.checkpoint.tensor import WIDTHS, TensorSpec, Tile, tile_at, tile_count, tiles
 from slackwater.errors import NotFoundError
 
 _DOMAIN: Final = b"slackwater/2 outline\n"
@@ -41,6 +44,12 @@ class Outline:
         for spec in self.specs:
             hasher.update(_canonical(spec))
         return hasher.digest()
+
+    @cached_property
+    def tile_bytes(self) -> npt.NDArray[np.int64]:
+        """Bytes of every tile, by number."""
+        sizes = (tile.count * WIDTHS[spec.dtype] for spec in self.specs for tile in tiles(spec))
+        return np.fromiter(sizes, dtype=np.int64, count=self.num_tiles)
 
     @property
     def num_tiles(self) -> int:

@@ -77,11 +77,11 @@ def _check_anchor(manifest: Manifest) -> None:
         if index >= len(manifest.objects):
             _refuse("files", f"{name} is object {index} of {len(manifest.objects)}")
     _check_rising([tensor.name for tensor in manifest.tensors])
-    listed = set(manifest.files.values())
+    shards = {index for name, index in manifest.files.items() if name.endswith(".safetensors")}
     for tensor in manifest.tensors:
         _check_tensor(manifest, tensor)
-        if tensor.object not in listed:
-            _refuse("files", f"{tensor.name} doesn't lie in one of them")
+        if tensor.object not in shards:
+            _refuse("files", f"{tensor.name} doesn't lie in a safetensors file of them")
     spans = sorted((t.object, t.offset, t.offset + t.spec.num_bytes, t.name) for t in manifest.tensors)
     for (item, _, end, before), (after, begin, _, name) in pairwise(spans):
         if item == after and begin < end:

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from typing import Final, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from slackwater.checkpoint.columns import from_column
 from slackwater.checkpoint.manifest import Manifest
 from slackwater.checkpoint.outline import Outline
-from slackwater.checkpoint.tensor import Words
+from slackwater.checkpoint.tensor import TILE_BYTES, Words
 from slackwater.errors import CorruptError, WrongBaseError
 from slackwater.ids import StateDigest
 
@@ -80,6 +81,7 @@ class StateTable:
         numbers = np.array(manifest.tiles.number, dtype=np.int64)
         if numbers.size and int(numbers.max()) >= self.outline.num_tiles:
             raise CorruptError(f"the delta names tile {numbers.max()}, and its parent has {self.outline.num_tiles}")
+        _check_shared(manifest, self.outline, numbers)
         wrong = np.flatnonzero(self.tiles[numbers] != manifest.tiles.pre)
         if wrong.size:
             raise CorruptError(f"tile {numbers[wrong[0]]}: the delta's digest before isn't its parent's")
@@ -87,13 +89,23 @@ class StateTable:
         _check_result(manifest, result.digest)
         return result
 
-    def _with(self, manifest: Manifest, numbers: np.ndarray) -> Self:
+    def _with(self, manifest: Manifest, numbers: npt.NDArray[np.int64]) -> Self:
         tensors = np.unique(np.searchsorted(self.outline.first_tiles, numbers, side="right") - 1)
         tiles, sums = self.tiles.copy(), self.sums.copy()
         if manifest.tiles is not None:
             tiles[numbers] = manifest.tiles.post
             sums[tensors] = from_column(manifest.tiles.sums, tensors.size, "tiles.sums")
         return type(self)(outline=self.outline, tiles=tiles, sums=sums)
+
+
+def _check_shared(manifest: Manifest, outline: Outline, numbers: npt.NDArray[np.int64]) -> None:
+    """Several tiles share a body only while they are small: readers decode a body at a time."""
+    if manifest.bodies is None or not numbers.size:
+        return
+    counts = np.array(manifest.bodies.tiles, dtype=np.int64)
+    sizes = np.add.reduceat(outline.tile_bytes[numbers], np.cumsum(counts) - counts)
+    if sizes[counts > 1].max(initial=0) > TILE_BYTES:
+        raise CorruptError(f"a body of several tiles makes more than {TILE_BYTES} bytes")
 
 
 def _check_result(manifest: Manifest, found: StateDigest) -> None:

@@ -114,9 +114,9 @@ class Tile:
         return bits.reshape(self.rows, self.stride)[:, self.start : self.start + self.cols]
 
 
-_SPLIT_BY_COLUMN: Final = re.compile(r"(?:^|\.)(?:o_proj|down_proj|out_proj|w2|wo|wo_b|fc2)\.weight(?:_packed)?$")
+_SPLIT_BY_COLUMN: Final = re.compile(r"(?:^|\.)(?:o_proj|down_proj|out_proj|w2|wo|wo_b|fc2)\.weight(?:_packed)?\Z")
 """Weights whose tensor-parallel ranks hold columns: the second of two multiplications in a row."""
-_EXPERT: Final = re.compile(r"\.experts\.\d+\.")
+_EXPERT: Final = re.compile(r"(?:^|\.)experts\.[0-9]+\.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
