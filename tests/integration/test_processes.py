@@ -25,7 +25,8 @@ from processes import (
     until,
 )
 
-from slackwater.checkpoint.manifest import Manifest, decode_manifest
+from slackwater.checkpoint.manifest import Manifest
+from slackwater.checkpoint.rules import decode_manifest
 from slackwater.testing.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.timeout(300)

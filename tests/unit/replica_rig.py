@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from slackwater.checkpoint.codec import Level
 from slackwater.checkpoint.manifest import Manifest
 from slackwater.checkpoint.tensor import Bits, TensorSpec
 from slackwater.delivery.fetcher import Bodies, Fetcher
@@ -103,7 +104,9 @@ class GatedSource:
 class Rig:
     """One lineage and, once `start` is called, one replica that follows it."""
 
-    def __init__(self, folder: Path, replica: str = "replica-0", bucket: MemoryBucket | None = None) -> None:
+    def __init__(
+        self, folder: Path, replica: str = "replica-0", bucket: MemoryBucket | None = None, level: Level = "fast"
+    ) -> None:
         self.clock = ManualClock()
         self.bucket = bucket or MemoryBucket()
         self.fetcher = Fetcher(self.bucket, RUN, folder / f"cache-{replica}", threads=1)
@@ -114,7 +117,7 @@ class Rig:
         self._model = folder / "model"
         self._model.mkdir(exist_ok=True)
         (self._model / "config.json").write_text("{}")
-        self._publisher = Publisher(self.bucket, RUN, threads=1, clock=self.clock)
+        self._publisher = Publisher(self.bucket, RUN, threads=1, clock=self.clock, level=level)
         options = ReplicaOptions(
             replica=ReplicaId(replica),
             boot=BootId("boot-1"),

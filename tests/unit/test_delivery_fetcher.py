@@ -7,19 +7,23 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slackwater.checkpoint.columns import to_column
 from slackwater.checkpoint.keys import manifest_key
 from slackwater.checkpoint.manifest import (
     FORMAT,
+    BodyEntry,
     Manifest,
     ObjectRef,
     Parent,
-    TileEntry,
+    Tiles,
     encode_manifest,
 )
+from slackwater.checkpoint.manifest import Bodies as BodyColumns
 from slackwater.delivery import objects
 from slackwater.delivery.fetcher import Bodies, Fetcher
 from slackwater.errors import CorruptError, InvalidInputError, NotFoundError, UnavailableError
@@ -70,6 +74,7 @@ def anchor_of(bucket: MemoryBucket, version: int = 0, run: RunId = RUN) -> Manif
 
 
 def delta_of(bucket: MemoryBucket, version: int, *packs: bytes) -> Manifest:
+    """A delta whose every pack is one body of one tile."""
     digests = [hashlib.sha256(pack).hexdigest() for pack in packs]
     refs = [put_object(bucket, f"{RUN}/blobs/{name}", pack) for name, pack in zip(digests, packs, strict=True)]
     manifest = Manifest(
@@ -82,7 +87,18 @@ def delta_of(bucket: MemoryBucket, version: int, *packs: bytes) -> Manifest:
         step=version,
         created_at="2026-01-01T00:00:00Z",
         objects=tuple(refs),
-        tensors=(),
+        bodies=BodyColumns(
+            object=tuple(range(len(packs))),
+            length=tuple(map(len, packs)),
+            encoding="f" * len(packs),
+            tiles=(1,) * len(packs),
+        ),
+        tiles=Tiles(
+            number=tuple(range(len(packs))),
+            changed=(1,) * len(packs),
+            digests=to_column(np.arange(2 * len(packs), dtype=np.uint64)),
+            sums="",
+        ),
     )
     return commit(bucket, manifest)
 
@@ -331,31 +347,58 @@ def test_kinds_are_not_mixed_up(fetcher: Fetcher, memory: MemoryBucket) -> None:
 # Deltas
 
 
-def tile(index: int, offset: int, length: int) -> TileEntry:
-    return TileEntry(
-        index=0,
-        encoding="sparse",
-        object=index,
-        offset=offset,
-        length=length,
-        changed=1,
-        pre="0" * 32,
-        post="0" * 32,
-    )
+def entry(pack: int, offset: int, length: int) -> BodyEntry:
+    return BodyEntry(object=pack, offset=offset, length=length, encoding="sparse", tiles=())
 
 
 def test_brings_packs_and_cuts_bodies_out_of_them(fetcher: Fetcher, memory: MemoryBucket) -> None:
     bodies = fetcher.bodies(delta_of(memory, 1, b"0123456789", b"abc"))
-    assert bytes(bodies.of(tile(0, 3, 4))) == b"3456"
-    assert bytes(bodies.of(tile(1, 0, 3))) == b"abc"
+    assert bytes(bodies.of(entry(0, 3, 4))) == b"3456"
+    assert bytes(bodies.of(entry(1, 0, 3))) == b"abc"
     assert bodies.num_bytes == 13
+
+
+def test_the_bodies_that_a_manifest_lists_fill_its_packs(fetcher: Fetcher, memory: MemoryBucket) -> None:
+    delta = delta_of(memory, 1, b"0123456789", b"abc")
+    cut = msgspec.structs.replace(
+        delta,
+        bodies=BodyColumns(object=(0, 0, 1), length=(3, 7, 3), encoding="sdf", tiles=(1, 2, 1)),
+        tiles=Tiles(number=(5, 0, 3, 1), changed=(1,) * 4, digests=to_column(np.arange(8, dtype=np.uint64)), sums=""),
+    )
+    memory.put(manifest_key(RUN, Version(1)), encode_manifest(cut))
+    read = fetcher.manifest(Version(1))
+    bodies = fetcher.bodies(read)
+    assert [bytes(bodies.of(body)) for body in read.listed()] == [b"012", b"3456789", b"abc"]
+
+
+def test_a_body_is_a_view_of_its_pack() -> None:
+    pack = b"0123456789"
+    body = Bodies(packs=(pack,)).of(entry(0, 2, 5))
+    assert body.obj is pack
+    assert body.readonly
+
+
+@pytest.mark.parametrize(
+    ("pack", "offset", "length"),
+    [(1, 0, 1), (-1, 0, 1), (0, 10, 1), (0, 0, 11), (0, -1, 2), (0, 5, -1), (0, 2**63 - 1, 2**63 - 1)],
+)
+def test_a_body_one_byte_past_any_bound_is_refused(pack: int, offset: int, length: int) -> None:
+    bodies = Bodies(packs=(b"0123456789",))
+    with pytest.raises(CorruptError, match="a body points at"):
+        bodies.of(entry(pack, offset, length))
+
+
+def test_a_body_may_end_where_its_pack_does() -> None:
+    bodies = Bodies(packs=(b"0123456789",))
+    assert bytes(bodies.of(entry(0, 9, 1))) == b"9"
+    assert bytes(bodies.of(entry(0, 0, 10))) == b"0123456789"
 
 
 @given(st.integers(-5, 20), st.integers(-5, 20), st.integers(-5, 20))
 def test_a_body_lies_inside_its_pack_or_is_refused(index: int, offset: int, length: int) -> None:
     bodies = Bodies(packs=(b"0123456789",))
     try:
-        body = bodies.of(tile(index, offset, length))
+        body = bodies.of(entry(index, offset, length))
     except CorruptError:
         assert index != 0 or offset < 0 or length < 0 or offset + length > 10
     else:

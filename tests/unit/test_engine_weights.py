@@ -10,7 +10,9 @@ from slackwater.checkpoint.tensor import Bits, TensorSpec, Tile, TileWrite
 from slackwater.engine.torch.weights import StagedWrites, WeightBits
 from slackwater.errors import InvalidInputError, NotFoundError, SwapError
 
-WHOLE = Tile(index=0, start=0, count=12)
+WHOLE = Tile(index=0, start=0, cols=12)
+COLUMNS = Tile(index=0, start=2, rows=4, cols=3, stride=8)
+"""Columns 2 to 4 of a tensor of 4 rows of 8."""
 
 
 def held() -> tuple[torch.Tensor, WeightBits]:
@@ -33,7 +35,7 @@ def bits(weights: WeightBits) -> Bits:
 
 def test_a_commit_writes_the_memory_that_torch_reads() -> None:
     tensor, weights = held()
-    assert weights.commit(weights.stage([sparse([0, 3], [0x3F80, 0x4000], Tile(index=1, start=4, count=4))])) == 4
+    assert weights.commit(weights.stage([sparse([0, 3], [0x3F80, 0x4000], Tile(index=1, start=4, cols=4))])) == 4
     assert tensor.tolist() == [[0, 1, 2, 3], [1, 5, 6, 2], [8, 9, 10, 11]]
 
 
@@ -62,15 +64,23 @@ def test_undo_unwinds_overlapping_writes(changes: list[dict[int, int]]) -> None:
 
 
 class _Failing(np.ndarray):  # type: ignore[type-arg]
-    """Memory that fails on its second write and works again after."""
+    """Memory that fails at its second write, having written, and works again after."""
 
     writes = 0
+    fails_at = 2
 
     def __setitem__(self, key: object, value: object) -> None:
         type(self).writes += 1
         super().__setitem__(key, value)  # type: ignore[index]
-        if type(self).writes == 2:
+        if type(self).writes == self.fails_at:
             raise MemoryError("injected")
+
+
+class _FailingOnce(_Failing):
+    """As above, at its first write."""
+
+    writes = 0
+    fails_at = 1
 
 
 def test_a_commit_that_fails_halfway_leaves_the_old_bits() -> None:
@@ -121,9 +131,16 @@ def test_hostile_positions_are_refused(positions: list[int]) -> None:
 
 def test_hostile_tiles_names_and_values_are_refused() -> None:
     for tile in (
-        Tile(index=0, start=-1, count=2),
-        Tile(index=0, start=11, count=2),
-        Tile(index=0, start=4, count=-2),
+        Tile(index=0, start=-1, cols=2),
+        Tile(index=0, start=11, cols=2),
+        Tile(index=0, start=4, cols=-2),
+        Tile(index=0, start=0, rows=0, cols=2, stride=4),
+        Tile(index=0, start=0, rows=4, cols=2, stride=4),
+        Tile(index=0, start=0, rows=2, cols=2, stride=4),
+        Tile(index=0, start=3, rows=3, cols=2, stride=4),
+        Tile(index=0, start=-1, rows=3, cols=2, stride=4),
+        Tile(index=0, start=0, rows=3, cols=-2, stride=4),
+        Tile(index=0, start=0, rows=-3, cols=2, stride=-4),
     ):
         with pytest.raises(InvalidInputError, match="ends outside"):
             stage_bad(sparse([], [], tile))
@@ -133,3 +150,91 @@ def test_hostile_tiles_names_and_values_are_refused() -> None:
         stage_bad(TileWrite(name="w", tile=WHOLE, positions=None, values=np.zeros(12, np.float32)))  # type: ignore[arg-type]
     with pytest.raises(NotFoundError, match="nobody"):
         stage_bad(TileWrite(name="nobody", tile=WHOLE, positions=None, values=np.zeros(12, np.uint16)))
+
+
+def table() -> tuple[torch.Tensor, WeightBits]:
+    """4 rows of 8; each element's bits are its row and its column."""
+    patterns = torch.arange(4, dtype=torch.int16)[:, None] * 16 + torch.arange(8, dtype=torch.int16)
+    tensor = patterns.view(torch.bfloat16)
+    return tensor, WeightBits({"w": tensor}, {"w": TensorSpec(name="w", dtype="BF16", shape=(4, 8))})
+
+
+def shown(tensor: torch.Tensor) -> list[list[int]]:
+    """The bits that torch holds, by row."""
+    return tensor.view(torch.int16).tolist()
+
+
+def test_a_tile_of_columns_is_read_row_by_row() -> None:
+    _, weights = table()
+    columns = weights.read("w", COLUMNS)
+    assert columns.tolist() == [0x02, 0x03, 0x04, 0x12, 0x13, 0x14, 0x22, 0x23, 0x24, 0x32, 0x33, 0x34]
+    with pytest.raises(ValueError, match="read-only"):
+        columns[0] = 1
+
+
+def test_a_tile_of_columns_is_written_and_put_back_beside_untouched_ones() -> None:
+    tensor, weights = table()
+    before = shown(tensor)
+    values = np.arange(0x100, 0x10C, dtype=np.uint16)
+    staged = weights.stage([TileWrite(name="w", tile=COLUMNS, positions=None, values=values)])
+    assert shown(tensor) == before
+    assert weights.commit(staged) == 24
+    rows = values.reshape(4, 3).tolist()
+    assert shown(tensor) == [[*old[:2], *new, *old[5:]] for old, new in zip(before, rows, strict=True)]
+    assert weights.read("w", COLUMNS).tolist() == values.tolist()
+    assert weights.undo(staged) == 24
+    assert shown(tensor) == before
+
+
+@given(st.dictionaries(st.integers(0, 11), st.integers(0, 0x7FFF)))
+def test_positions_in_a_tile_of_columns_count_along_its_own_rows(change: dict[int, int]) -> None:
+    tensor, weights = table()
+    before = shown(tensor)
+    wanted = shown(tensor)
+    for position, value in change.items():
+        wanted[position // 3][2 + position % 3] = value
+    staged = weights.stage([sparse(sorted(change), [change[at] for at in sorted(change)], COLUMNS)])
+    weights.commit(staged)
+    assert shown(tensor) == wanted
+    weights.undo(staged)
+    assert shown(tensor) == before
+
+
+@pytest.mark.parametrize("tile", [COLUMNS, Tile(index=0, start=0, rows=4, cols=8, stride=8)])
+def test_columns_and_rows_that_overlap_are_unwound(tile: Tile) -> None:
+    tensor, weights = table()
+    before = shown(tensor)
+    whole = np.full(tile.count, 7, dtype=np.uint16)
+    writes = [
+        TileWrite(name="w", tile=tile, positions=None, values=whole),
+        sparse([2, 4], [9, 9], Tile(index=0, start=0, cols=32)),
+        TileWrite(name="w", tile=tile, positions=None, values=whole + np.uint16(1)),
+    ]
+    staged = weights.stage(writes)
+    weights.commit(staged)
+    assert (weights.read("w", tile) == 8).all()
+    weights.undo(staged)
+    assert shown(tensor) == before
+
+
+def test_a_commit_of_columns_that_fails_halfway_leaves_the_old_bits() -> None:
+    tensor, weights = table()
+    before = shown(tensor)
+    weights._flat["w"] = weights._flat["w"].view(_FailingOnce)  # type: ignore[index]
+    values = np.zeros(12, dtype=np.uint16)
+    staged = weights.stage([TileWrite(name="w", tile=COLUMNS, positions=None, values=values)])
+    with pytest.raises(SwapError, match="injected"):
+        weights.commit(staged)
+    assert shown(tensor) == before
+    assert weights.commit(staged) == 24
+
+
+@pytest.mark.parametrize("positions", [[3, 2], [5, 5], [12], [31]])
+def test_positions_outside_a_tile_of_columns_are_refused_though_the_tensor_has_them(positions: list[int]) -> None:
+    with pytest.raises(InvalidInputError, match="positions"):
+        table()[1].stage([sparse(positions, [0] * len(positions), COLUMNS)])
+
+
+def test_a_write_of_another_length_than_its_columns_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match="for 12 positions"):
+        table()[1].stage([TileWrite(name="w", tile=COLUMNS, positions=None, values=np.zeros(4, np.uint16))])

@@ -3,7 +3,9 @@
 import subprocess
 import sys
 
-HEAVY = ("torch", "transformers", "obstore", "starlette", "aiohttp", "numpy", "matplotlib", "uvicorn")
+import pytest
+
+HEAVY = ("torch", "transformers", "numba", "obstore", "starlette", "aiohttp", "numpy", "matplotlib", "uvicorn")
 
 
 def run(code: str) -> str:
@@ -15,9 +17,14 @@ def test_the_root_imports_nothing_heavy() -> None:
     assert loaded == "[]"
 
 
-def test_the_command_line_answers_without_torch() -> None:
-    loaded = run("import sys, slackwater.cli.main; print([n for n in ('torch', 'transformers') if n in sys.modules])")
-    assert loaded == "[]"
+@pytest.mark.parametrize("module", ["slackwater.cli.main", "slackwater.trainer.client", "slackwater.router.app"])
+def test_what_holds_no_weights_needs_neither_torch_nor_a_compiler(module: str) -> None:
+    heavy = ("torch", "transformers", "numba")
+    assert run(f"import sys, {module}; print([name for name in {heavy} if name in sys.modules])") == "[]"
+
+
+def test_the_gateway_reads_manifests_without_a_compiler() -> None:
+    assert run("import sys, slackwater.cli.gateway; print('numba' in sys.modules)") == "False"
 
 
 def test_the_root_imports_in_under_a_tenth_of_a_second() -> None:

@@ -72,6 +72,11 @@ def test_pure_modules_know_no_clock_socket_thread_or_torch(place: str) -> None:
         assert not waits, f"{path.relative_to(ROOT)} is pure but awaits"
 
 
+def test_one_module_knows_the_compiler() -> None:
+    compiling = {path for path in modules() if {name.split(".")[0] for name in imported(path)} & {"numba", "llvmlite"}}
+    assert compiling == {ROOT / "checkpoint" / "jit.py"}
+
+
 def test_the_check_sees_a_wrong_import(tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.py"
     wrong.write_text("def f() -> None:\n    from slackwater.engine import base\n")

@@ -7,9 +7,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from publish_rig import RUN, all_bits, keys, model_folder, restored, touched, trained, weights
 
 from slackwater.bucket.local import LocalBucket
 from slackwater.checkpoint.keys import head_key, manifest_key
+from slackwater.checkpoint.shards import build_shard, cut_shards
 from slackwater.checkpoint.tensor import Bits, TensorSpec
 from slackwater.cli.publish import publish_folder
 from slackwater.errors import (
@@ -26,51 +28,15 @@ from slackwater.publish.publisher import Publisher
 from slackwater.publish.restore import restore
 from slackwater.testing.bucket import Fault, FaultyBucket, MemoryBucket
 from slackwater.testing.clock import ManualClock
-from slackwater.checkpoint.shards import build_shard, cut_shards
-from slackwater.weights.source import FolderSource, TensorSource
+from slackwater.weights.source import FolderSource
 from slackwater.weights.state_dict import StateDictSource
 
-RUN = RunId("demo")
 AWAY = UnavailableError("the store is away")
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
-    (folder / "tokenizer.json").write_text("{}")
-    (folder / "chat_template.jinja").write_bytes(b"{{ messages }}\r\n")
-    return folder
-
-
-def weights(seed: int = 0) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        "model.embed_tokens.weight": torch.randn(64, 16, generator=generator).to(torch.bfloat16),
-        "model.layers.0.weight": torch.randn(16, 16, generator=generator).to(torch.bfloat16),
-        "model.norm.bias": torch.tensor([0.5, -0.25]),
-    }
-
-
-def trained(tensors: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
-    """The next step: some weights move by one unit in the last place."""
-    generator = torch.Generator().manual_seed(seed)
-    embedding = tensors["model.embed_tokens.weight"].view(torch.int16).clone()
-    embedding[torch.rand(embedding.shape, generator=generator) < 0.05] += 1
-    return {**tensors, "model.embed_tokens.weight": embedding.view(torch.bfloat16)}
-
-
-def all_bits(source: TensorSource) -> dict[str, bytes]:
-    return {name: source.bits(name).tobytes() for name in source.specs()}
-
-
-def restored(bucket: MemoryBucket | FaultyBucket | LocalBucket, version: int) -> dict[str, bytes]:
-    return {name: bits.tobytes() for name, bits in restore(bucket, RUN, Version(version)).bits.items()}
-
-
-def keys(bucket: MemoryBucket, part: str = "") -> list[str]:
-    return sorted(item.key for item in bucket.list(str(RUN)) if part in item.key)
+    return model_folder(tmp_path / "model")
 
 
 def test_every_version_restores_to_the_bits_that_were_published(model: Path) -> None:
@@ -102,7 +68,8 @@ def test_a_delta_tells_what_changed_and_what_it_cost(model: Path) -> None:
     second = publisher.publish(StateDictSource(changed), step=2)
     assert (second.kind, second.changed, second.total, second.version) == ("delta", 1, 1282, 1)
     manifest = read_manifest(bucket, RUN, Version(1))
-    assert [entry.name for entry in manifest.tensors] == ["model.norm.bias"]
+    assert touched(bucket, 1) == ["model.norm.bias tile 0"]
+    assert manifest.num_changed == 1
     assert (manifest.step, second.state) == (2, manifest.state)
     body = bucket.get(manifest_key(RUN, Version(1)), max_bytes=10_000)
     assert second.uploaded_bytes == manifest.num_bytes + len(body)
@@ -367,6 +334,7 @@ def test_weights_written_while_published_are_told_and_never_become_the_baseline(
     publisher.publish(StateDictSource(weights()), step=0, folder_files=model)
     with pytest.raises(InvalidInputError, match=r"model\.norm\.bias was written"):
         publisher.publish(_Racing(weights()), step=1)
+    assert restored(bucket, 1) == all_bits(_Racing(weights()))  # as it was read first
     last = trained(weights(), 3)
     assert publisher.publish(StateDictSource(last), step=2).version == 2
     assert restored(bucket, 2) == all_bits(StateDictSource(last))
@@ -377,8 +345,8 @@ def test_progress_counts_up_to_the_whole(model: Path) -> None:
     publisher = Publisher(MemoryBucket(), RUN, progress=lambda *news: told.append(news))
     publisher.publish(StateDictSource(weights()), step=0, folder_files=model)
     publisher.publish(StateDictSource(trained(weights(), 1)), step=1)
-    encoding = [news for news in told if news[0] == "encode"]
-    assert encoding == [("encode", done, 3) for done in (1, 2, 3)]
+    assert [news for news in told if news[0] == "encode"] == [("encode", 2568, 2568)]
+    assert told[-1][0] == "upload"
     assert told[-1][1] == told[-1][2]
 
 
@@ -401,13 +369,26 @@ def test_a_delta_may_lack_tensors() -> None:
         check_fits("anchor", {"a": spec}, {})
 
 
-@given(st.lists(st.binary(min_size=1, max_size=12), max_size=30), st.integers(1, 20))
-def test_packs_hold_every_body_where_they_say(bodies: list[bytes], limit: int) -> None:
-    packs = pack(bodies, limit)
-    for body, (blob, offset) in zip(bodies, packs.places, strict=True):
-        assert packs.blobs[blob][offset : offset + len(body)] == body
+@given(st.lists(st.lists(st.binary(min_size=1, max_size=12), min_size=1, max_size=4), max_size=12), st.integers(1, 20))
+def test_packs_hold_every_body_in_order_and_part_no_batch(batches: list[list[bytes]], limit: int) -> None:
+    packs = pack(batches, limit)
+    bodies = [body for batch in batches for body in batch]
+    places = list(packs.places)
+    assert places == sorted(places)
+    for number, blob in enumerate(packs.blobs):
+        assert blob == b"".join(body for body, place in zip(bodies, places, strict=True) if place == number)
+        assert blob
     assert sum(map(len, packs.blobs)) == sum(map(len, bodies))
-    assert all(len(blob) <= max(limit, 12) for blob in packs.blobs)
+    for batch in batches:
+        assert len({places.pop(0) for _ in batch}) == 1
+    whole = {b"".join(batch) for batch in batches}
+    assert all(len(blob) <= limit or blob in whole for blob in packs.blobs)
+
+
+def test_a_pack_is_closed_only_by_a_batch_that_does_not_fit() -> None:
+    packs = pack([[b"ab", b"c"], [b"de"], [b"f"], [b"ghijklm"], [b"n"]], limit=5)
+    assert packs.blobs == (b"abcde", b"f", b"ghijklm", b"n")
+    assert packs.places == (0, 0, 0, 1, 2, 3)
 
 
 def test_the_head_hint_is_small_json(model: Path) -> None:

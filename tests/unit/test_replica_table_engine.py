@@ -25,7 +25,7 @@ async def engine() -> AsyncIterator[TableEngine]:
 def writes_to(step: int) -> list[TileWrite]:
     new = weights_at(step)
     return [
-        TileWrite(name=name, tile=tile, positions=None, values=new[name][tile.start : tile.start + tile.count])
+        TileWrite(name=name, tile=tile, positions=None, values=tile.take(new[name]))
         for name, spec in SPECS.items()
         for tile in tiles(spec)
     ]
@@ -126,11 +126,11 @@ async def test_writes_that_do_not_fit_are_not_staged(engine: TableEngine) -> Non
     with pytest.raises(InvalidInputError):
         await engine.stage([TileWrite(name=write.name, tile=write.tile, positions=None, values=write.values[1:])])
     with pytest.raises(NotFoundError):
-        engine.read("zz", Tile(index=0, start=0, count=1))
+        engine.read("zz", Tile(index=0, start=0, cols=1))
 
 
 async def test_reads_are_views_that_cannot_be_written(engine: TableEngine) -> None:
-    view = engine.read("b.weight", Tile(index=0, start=2, count=3))
+    view = engine.read("b.weight", Tile(index=0, start=2, cols=3))
     assert np.array_equal(view, weights_at(0)["b.weight"][2:5])
     with pytest.raises(ValueError, match="read-only"):
         view[0] = 1

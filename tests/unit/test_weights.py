@@ -12,11 +12,16 @@ import torch
 from safetensors.torch import load as load_torch
 from safetensors.torch import save_file
 
-from slackwater.checkpoint.tensor import TILE_ELEMENTS, Bits, TensorSpec
-from slackwater.errors import CorruptError, InvalidInputError, NotFoundError
-from slackwater.weights.diff import diff, hash_source
-from slackwater.weights.image import take_image
+from slackwater.checkpoint.bundles import batches
+from slackwater.checkpoint.codec import Level
+from slackwater.checkpoint.digest import tile_digest
+from slackwater.checkpoint.element_sum import element_sum, seed_of
+from slackwater.checkpoint.outline import Outline
 from slackwater.checkpoint.shards import build_index, build_shard, cut_shards, read_slots
+from slackwater.checkpoint.tensor import TILE_BYTES, Bits, TensorSpec, Tile
+from slackwater.errors import CorruptError, InvalidInputError, NotFoundError
+from slackwater.weights.diff import diff, hash_source, table_of
+from slackwater.weights.image import take_image
 from slackwater.weights.source import INDEX_FILE, FolderSource, ShardSource, side_files
 from slackwater.weights.state_dict import StateDictSource
 
@@ -244,23 +249,85 @@ def test_an_image_without_a_config_is_refused(tmp_path: Path) -> None:
         take_image(StateDictSource({"a": bf16(1)}), tmp_path)
 
 
+LARGE = TensorSpec(name="a.o_proj.weight", dtype="U8", shape=(3, TILE_BYTES // 2))
+"""Cut by column at sixteenths: every tile has 3 rows."""
+SMALL = (TensorSpec(name="b", dtype="BF16", shape=(2,)), TensorSpec(name="c", dtype="F32", shape=()))
+
+
+class _Held:
+    """Zeros but for what a test writes."""
+
+    def __init__(self, *specs: TensorSpec) -> None:
+        self._specs = {spec.name: spec for spec in specs}
+        self.weights = {spec.name: np.zeros(spec.num_elements, spec.bits_dtype) for spec in specs}
+
+    def specs(self) -> Mapping[str, TensorSpec]:
+        return self._specs
+
+    def bits(self, name: str) -> Bits:
+        return self.weights[name]
+
+
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_diff_lists_every_tile_in_order_whatever_the_threads(threads: int) -> None:
-    old = {
-        "a": torch.zeros(3, TILE_ELEMENTS // 2, dtype=torch.uint8),
-        "b": torch.zeros(2, dtype=torch.bfloat16),
-    }
-    new = {name: tensor.clone() for name, tensor in old.items()}
-    new["a"][2, 5] = 9
-    baseline = {name: StateDictSource(old).bits(name) for name in old}
-    found = list(diff(StateDictSource(new), baseline, threads=threads))
-    assert [(item.name, item.tile.index, item.encoded is not None) for item in found] == [
-        ("a", 0, False),
-        ("a", 1, True),
-        ("b", 0, False),
+@pytest.mark.parametrize("level", ["fast", "wan"])
+def test_a_diff_gives_every_batch_in_order_whatever_the_threads(threads: int, level: Level) -> None:
+    old, new = _Held(LARGE, *SMALL), _Held(LARGE, *SMALL)
+    new.weights[LARGE.name][-1] = 9
+    new.weights["c"][0] = 0x7FC00001
+    outline = Outline(old.specs().values())
+    found = list(diff(new, outline, old.weights, level=level, threads=threads))
+    assert [batch for batch, _ in found] == list(batches(outline, old.specs()))
+    made = [tile for _, bodies in found for body in bodies for tile in body.tiles]
+    assert [(tile.place.spec.name, tile.place.tile.index, tile.changed) for tile in made] == [
+        (LARGE.name, 15, 1),
+        ("c", 0, 1),
     ]
-    table = hash_source(StateDictSource(new), threads=threads)
-    assert [item.post for item in found] == [table.tile("a", 0), table.tile("a", 1), table.tile("b", 0)]
+    before, after = hash_source(old, threads=threads), hash_source(new, threads=threads)
+    numbers = [outline.number(LARGE.name, 15), outline.number("c", 0)]
+    assert [tile.pre for tile in made] == before.tiles[numbers].tolist()
+    assert [tile.post for tile in made] == after.tiles[numbers].tolist()
+    for tile in made:
+        index = outline.by_name[tile.place.spec.name]
+        assert (int(before.sums[index]) + tile.sum_change) % (1 << 64) == int(after.sums[index])
+
+
+def test_a_diff_of_a_part_leaves_the_rest_out() -> None:
+    old, new = _Held(*SMALL), _Held(SMALL[1])
+    new.weights["c"][0] = 1
+    ((batch, (body,)),) = diff(new, Outline(SMALL), old.weights, level="fast", threads=1)
+    assert batch == ((1,),)
+    assert [tile.place.spec.name for tile in body.tiles] == ["c"]
+
+
+def test_a_diff_where_nothing_changed_has_no_bodies() -> None:
+    old = _Held(*SMALL)
+    assert [bodies for _, bodies in diff(old, Outline(SMALL), old.weights, level="fast", threads=1)] == [[]]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_table_has_the_digest_of_every_tile_and_the_sum_of_every_tensor(threads: int) -> None:
+    empty = TensorSpec(name="b.none", dtype="F32", shape=(0, 4))
+    source = _Held(LARGE, SMALL[0], empty, SMALL[1])
+    random = np.random.default_rng(5)
+    for bits in source.weights.values():
+        bits[:] = random.integers(0, 255, bits.size).astype(bits.dtype)
+    table = hash_source(source, threads=threads)
+    assert [spec.name for spec in table.outline.specs] == [LARGE.name, "b", "b.none", "c"]
+    matrix = source.bits(LARGE.name).reshape(LARGE.shape)
+    columns = [np.ascontiguousarray(part).reshape(-1) for part in np.split(matrix, 16, axis=1)]
+    assert table.tiles.tolist() == [tile_digest(bits) for bits in (*columns, source.bits("b"), source.bits("c"))]
+    assert table.sums.tolist() == [
+        element_sum(seed_of(spec.name), Tile(index=0, start=0, cols=spec.num_elements), source.bits(spec.name))
+        if spec.num_elements
+        else 0
+        for spec in table.outline.specs
+    ]
+
+
+def test_an_empty_source_has_a_table_all_the_same() -> None:
+    table = hash_source(_Held(), threads=1)
+    assert (table.tiles.size, table.sums.size) == (0, 0)
+    assert table.digest == table_of(Outline(()), []).digest
 
 
 class _Broken:
@@ -275,7 +342,9 @@ class _Broken:
         return np.zeros(1, np.uint8)
 
 
-def test_a_failing_source_ends_the_diff_with_its_own_error() -> None:
+def test_a_failing_source_ends_the_diff_and_the_table_with_its_own_error() -> None:
     baseline = {name: np.zeros(1, np.uint8) for name in "abcdef"}
     with pytest.raises(InvalidInputError, match="c is away"):
-        list(diff(_Broken(), baseline, threads=2))
+        list(diff(_Broken(), Outline(_Broken().specs().values()), baseline, level="fast", threads=2))
+    with pytest.raises(InvalidInputError, match="c is away"):
+        hash_source(_Broken(), threads=2)

@@ -86,9 +86,9 @@ class Tile:
 
     def fits(self, elements: int) -> bool:
         """Whether it lies inside a tensor of so many elements."""
-        last_row = self.start + (self.rows - 1) * self.stride
-        one_row = self.rows == 1 or (self.start + self.cols <= self.stride and self.rows * self.stride == elements)
-        return min(self.start, self.cols, self.rows - 1) >= 0 and one_row and last_row + self.cols <= elements
+        end = self.start + (self.rows - 1) * self.stride + self.cols
+        whole_rows = self.rows == 1 or self.rows * self.stride == elements
+        return min(self.start, self.cols, self.rows - 1) >= 0 and whole_rows and end <= elements
 
     def take(self, bits: Bits) -> Bits:
         """The tile out of its tensor's flat bits: a view, or a copy where it has several rows."""

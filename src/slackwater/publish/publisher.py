@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Final, Literal, Self
 
@@ -290,9 +291,10 @@ def _tell_nobody(stage: str, done: int, total: int) -> None:
 
 
 def _copy_tiles(manifest: Manifest, outline: Outline, source: TensorSource, baseline: Mapping[str, Bits]) -> None:
+    read = lru_cache(maxsize=1)(source.bits)
     for listed in (tile for body in manifest.listed() for tile in body.tiles):
         spec, tile = outline.place(listed.number)
-        new = tile.take(source.bits(spec.name))
+        new = tile.take(read(spec.name))
         tile.put(baseline[spec.name], new)
         if tile_digest(tile.take(baseline[spec.name])) != listed.post:
             raise InvalidInputError(

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
 from typing import Final, TypeVar
 
 import numpy as np
@@ -31,11 +32,13 @@ def diff(
     Yields each batch of bundles with the bodies of those that change, in order, whichever thread is done first.
     """
     planned = list(batches(outline, source.specs()))
+    # Some sources make a tensor when it is read, and a large one is read tile by tile.
+    read = lru_cache(maxsize=threads + 1)(source.bits)
 
     def encode(bundle: Bundle) -> EncodedBody | None:
         places = [Place(spec=spec, tile=tile) for spec, tile in map(outline.place, bundle)]
         olds = [place.tile.take(baseline[place.spec.name]) for place in places]
-        news = [place.tile.take(source.bits(place.spec.name)) for place in places]
+        news = [place.tile.take(read(place.spec.name)) for place in places]
         return encode_body(places, olds, news, level)
 
     found = _in_order((bundle for batch in planned for bundle in batch), encode, threads)

@@ -1,4 +1,4 @@
-"""A trainer's state dict as a source. The only module here that knows torch."""
+"""A trainer's state dict as a source."""
 
 from collections.abc import Mapping
 from typing import Final
