@@ -5,18 +5,19 @@ Training moves most weights to a neighbour, so steps on the line are tiny. The m
 any width, NaN payloads included; for integers it is merely another bijection.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from slackwater.checkpoint.jit import kernel, trailing_zeros
+from slackwater.checkpoint.jit import kernel, ones, trailing_zeros
 from slackwater.checkpoint.tensor import Bits, Words
 
-_WORD_BYTES: Final = 8
 _BLOCK: Final = 64
-_FIRST_GUESS: Final = 32
+STRETCH: Final = 1 << 19
+"""Elements that are compared at a time: two stretches of them fit into a core's own cache."""
 _ONE: Final = np.uint64(1)
 _GATHER_BITS: Final = np.uint64(0x0102040810204080)
 
@@ -40,64 +41,72 @@ class Changes:
         return self.positions.size
 
 
-def find_changes(old: Bits, new: Bits, limit: int | None = None) -> Changes | None:
+Watch = Callable[[Bits, Bits], None]
+"""Shown each stretch of two tiles while it is in the processor's cache: the place to take digests."""
+
+
+def find_changes(old: Bits, new: Bits, limit: int | None = None, watch: Watch | None = None) -> Changes | None:
     """Compare two states of one tile: flat, equally long and wide, at most 2**32 - 1 elements.
 
     Args:
         old: The bits before.
         new: The bits after.
-        limit: Give up above so many changes, without having looked at the rest; None never does.
+        limit: Give up above so many changes; None never does.
+        watch: Shown every stretch, in order, also after giving up.
 
     Returns:
         The changes, or None where there are more than ``limit``.
     """
-    flags = np.empty(_BLOCK, dtype=np.uint8)
-    found, at, count = _room(old.size // _FIRST_GUESS), 0, 0
-    while True:
-        blocks, count = _scan(read_only(old[at:]), read_only(new[at:]), flags, flags.view(np.uint64), at, count, *found)
-        at += blocks * _BLOCK
-        if limit is not None and count > limit:
-            return None
-        if at + _BLOCK > old.size:
-            break
-        found = _twice(found)
-    whole = Changes(positions=found[0][:count], old=found[1][:count], new=found[2][:count])
-    result = _with_tail(old, new, at, whole)
-    return None if limit is not None and result.count > limit else result
+    room = _Room.of(min(old.size, STRETCH))
+    found, count = list[Changes](), 0
+    for begin in range(0, old.size, STRETCH):
+        before, after = old[begin : begin + STRETCH], new[begin : begin + STRETCH]
+        if watch is not None:
+            watch(before, after)
+        if limit is None or count <= limit:
+            found.append(room.scan(before, after, begin))
+            count += found[-1].count
+    return None if limit is not None and count > limit else _joined(found)
 
 
-_Room = tuple[Positions, Words, Words]
-
-
-def _room(count: int) -> _Room:
-    # Small on purpose: numpy asks for huge pages above 4 MiB, and clearing them costs more than growing twice.
-    size = count + _BLOCK
-    return np.empty(size, dtype=np.uint32), np.empty(size, dtype=np.uint64), np.empty(size, dtype=np.uint64)
-
-
-def _twice(found: _Room) -> _Room:
-    positions, old, new = found
-    return (
-        np.concatenate((positions, np.empty_like(positions))),
-        np.concatenate((old, np.empty_like(old))),
-        np.concatenate((new, np.empty_like(new))),
-    )
-
-
-def _with_tail(old: Bits, new: Bits, begin: int, found: Changes) -> Changes:
-    tail = np.flatnonzero(old[begin:] != new[begin:]) + begin
-    if tail.size == 0:
-        return found
+def _joined(parts: list[Changes]) -> Changes:
+    if len(parts) == 1:
+        return parts[0]
+    empty = np.empty(0, dtype=np.uint64)
     return Changes(
-        positions=np.concatenate((found.positions, tail.astype(np.uint32))),
-        old=np.concatenate((found.old, old[tail].astype(np.uint64))),
-        new=np.concatenate((found.new, new[tail].astype(np.uint64))),
+        positions=np.concatenate([empty.astype(np.uint32), *(part.positions for part in parts)]),
+        old=np.concatenate([empty, *(part.old for part in parts)]),
+        new=np.concatenate([empty, *(part.new for part in parts)]),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """Scratch for one stretch, used again for the next: what isn't touched costs nothing."""
+
+    flags: npt.NDArray[np.uint8]
+    positions: Positions
+    old: Words
+    new: Words
+
+    @classmethod
+    def of(cls, elements: int) -> Self:
+        size = elements + _BLOCK
+        words = np.empty(size, dtype=np.uint64), np.empty(size, dtype=np.uint64)
+        return cls(np.empty(_BLOCK, dtype=np.uint8), np.empty(size, dtype=np.uint32), *words)
+
+    def scan(self, old: Bits, new: Bits, begin: int) -> Changes:
+        words = self.flags.view(np.uint64)
+        fixed = read_only(old), read_only(new)
+        count = _scan(*fixed, self.flags, words, begin, self.positions, self.old, self.new)
+        return Changes(
+            positions=self.positions[:count].copy(), old=self.old[:count].copy(), new=self.new[:count].copy()
+        )
 
 
 def read_only(bits: Bits) -> Bits:
     """The same bits as kernels take them: aligned (copied only where they aren't), and of one numpy type."""
-    fixed = bits.view() if bits.ctypes.data % _WORD_BYTES == 0 else bits.copy()
+    fixed = bits.view() if bits.flags.aligned else bits.copy()
     fixed.flags.writeable = False
     return fixed
 
@@ -111,10 +120,10 @@ def gather(bits: Bits, positions: Positions) -> Words:
 
 @kernel
 def _scan(
-    old: Bits, new: Bits, flags: npt.NDArray[np.uint8], words: Words, begin: int, count: int,
+    old: Bits, new: Bits, flags: npt.NDArray[np.uint8], words: Words, begin: int,
     positions: Positions, before: Words, after: Words,
-) -> tuple[int, int]:  # fmt: skip
-    """Find changes in whole blocks of 64. A block becomes a word of flags, so that the processor seldom guesses wrong.
+) -> int:  # fmt: skip
+    """Find changes. A block of 64 becomes one word of flags, so that the processor seldom guesses wrong.
 
     Args:
         old: The bits before.
@@ -122,31 +131,42 @@ def _scan(
         flags: Room for a block's flags.
         words: The same room.
         begin: The position of the first element.
-        count: Changes found so far.
-        positions: Written from ``count`` on.
-        before: Written from ``count`` on, the old bits there.
-        after: Written from ``count`` on, the new ones.
+        positions: Written; it has room for all elements and a block more.
+        before: Written, the old bits there.
+        after: Written, the new ones.
 
     Returns:
-        How many blocks it did before the end or for want of room, and how many changes are found.
+        How many changes there are.
     """
+    count = 0
     for block in range(old.size // 64):
-        if count + 64 > positions.size:
-            return block, count
         first = block * 64
         for lane in range(64):
             flags[lane] = np.uint8(old[first + lane] != new[first + lane])
         mask = np.uint64(0)
         for byte in range(8):  # the product gathers the lowest bits of eight bytes in its highest byte
             mask |= ((words[byte] * _GATHER_BITS) >> np.uint64(56)) << np.uint64(8 * byte)
-        while mask:
+        found = ones(mask)
+        for index in range(2):  # most blocks have no more, and two stores too many cost less than a wrong guess
+            place = first + (trailing_zeros(mask) & 63)
+            positions[count + index] = begin + place
+            before[count + index] = np.uint64(old[place])
+            after[count + index] = np.uint64(new[place])
+            mask &= mask - _ONE
+        for index in range(2, found):
             place = first + trailing_zeros(mask)
+            positions[count + index] = begin + place
+            before[count + index] = np.uint64(old[place])
+            after[count + index] = np.uint64(new[place])
+            mask &= mask - _ONE
+        count += found
+    for place in range(old.size - old.size % 64, old.size):
+        if old[place] != new[place]:
             positions[count] = begin + place
             before[count] = np.uint64(old[place])
             after[count] = np.uint64(new[place])
             count += 1
-            mask &= mask - _ONE
-    return old.size // 64, count
+    return count
 
 
 @kernel

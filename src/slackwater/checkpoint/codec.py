@@ -5,12 +5,15 @@ against the digests that the manifest names.
 """
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final, Literal, NoReturn
 
 import numpy as np
+import xxhash
 
-from slackwater.checkpoint.changes import Changes, find_changes, scatter
+from slackwater.checkpoint.changes import STRETCH, Changes, find_changes, scatter
 from slackwater.checkpoint.dense import decode_dense, encode_dense
 from slackwater.checkpoint.digest import tile_digest
 from slackwater.checkpoint.element_sum import element_sum, seed_of, sum_change
@@ -29,8 +32,9 @@ DENSE_SHARE: Final = 8
 _DENSE_ELEMENTS: Final = 4
 """Most elements in a byte of a dense body: a sparse body with more elements for each byte is taken at once."""
 
-_SPARSE_SHARE: Final = 10
-"""Above one changed element in this many, ``fast`` takes a body whose time doesn't depend on what changes."""
+_SPARSE_SHARE: Final[dict[Level, tuple[int, ...]]] = {"fast": (12,), "wan": (12, 6)}
+"""Above one changed element in so many a sparse body takes more than three times as long as at 1.4 %: ``wan`` first
+takes one context, and at last both take bodies whose time doesn't depend on what changes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,59 +80,63 @@ def encode_body(
     Args:
         places: The tiles.
         olds: Their bits before, flat.
-        news: Their bits after.
+        news: Their bits after. They must not be written meanwhile: compare `EncodedTile.post` with `tile_digest`
+            afterwards where that is not certain.
         level: How much time to spend for how many bytes.
 
     Raises:
-        InvalidInputError: Dtypes or sizes differ, or ``news`` were written meanwhile.
+        InvalidInputError: Dtypes or sizes differ.
     """
     for place, old, new in zip(places, olds, news, strict=True):
         if place.spec.dtype != places[0].spec.dtype:
             raise InvalidInputError(f"{place} is {place.spec.dtype} among tiles of {places[0].spec.dtype}")
         if not old.dtype == new.dtype == place.spec.bits_dtype or not old.shape == new.shape == (place.tile.count,):
             raise InvalidInputError(f"{place} can't go from {old.dtype} {old.shape} to {new.dtype} {new.shape} here")
-    posts = [tile_digest(new) for new in news]
-    changes = _find_all(olds, news, level)
-    kept = [index for index in range(len(places)) if _differs(changes, index, olds, news)]
-    if not kept:
+    compared = _compare(places, olds, news, sum(old.size for old in olds) // _SPARSE_SHARE[level][-1])
+    if not compared:
         return None
-    held, made = [olds[index] for index in kept], [news[index] for index in kept]
-    found = None if changes is None else [changes[index] for index in kept]
-    encoding, body = _smallest(places[0].spec.dtype, held, made, found, level)
-    tiles = tuple(
-        _encoded_tile(places[i], olds[i], news[i], posts[i], None if changes is None else changes[i]) for i in kept
-    )
-    return EncodedBody(encoding=encoding, body=body, tiles=tiles)
+    encoding, body = _shortest(places[0].spec.dtype, compared, level)
+    return EncodedBody(encoding=encoding, body=body, tiles=tuple(map(_encoded_tile, compared)))
 
 
-def _differs(changes: list[Changes] | None, index: int, olds: Sequence[Bits], news: Sequence[Bits]) -> bool:
-    if changes is not None:
-        return changes[index].count > 0
-    return not np.array_equal(olds[index], news[index])
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Compared:
+    """A tile that changes."""
+
+    place: Place
+    old: Bits
+    new: Bits
+    changes: Changes | None
+    """None: more than a sparse body is for."""
+    pre: int
+    post: int
 
 
-def _find_all(olds: Sequence[Bits], news: Sequence[Bits], level: Level) -> list[Changes] | None:
-    """What changed in each tile; None where a sparse body would take too long."""
-    left = sum(old.size for old in olds)
-    if level == "fast":
-        left = max(left // _SPARSE_SHARE, 1)
-    result: list[Changes] = []
-    for old, new in zip(olds, news, strict=True):
-        found = find_changes(old, new, left)
-        if found is None:
-            return None
-        left -= found.count
-        result.append(found)
+def _compare(places: Sequence[Place], olds: Sequence[Bits], news: Sequence[Bits], limit: int) -> list[_Compared]:
+    result: list[_Compared] = []
+    for place, old, new in zip(places, olds, news, strict=True):
+        pre, post = xxhash.xxh3_64(), xxhash.xxh3_64()
+
+        def watch(before: Bits, after: Bits, pre: xxhash.xxh3_64 = pre, post: xxhash.xxh3_64 = post) -> None:
+            pre.update(before.data)
+            post.update(after.data)
+
+        changes = find_changes(old, new, max(limit, 1), watch)
+        if changes is None or changes.count:
+            digests = pre.intdigest(), post.intdigest()
+            result.append(_Compared(place=place, old=old, new=new, changes=changes, pre=digests[0], post=digests[1]))
     return result
 
 
-def _smallest(
-    dtype: str, olds: Sequence[Bits], news: Sequence[Bits], changes: list[Changes] | None, level: Level
-) -> tuple[Encoding, bytes]:
+def _shortest(dtype: str, tiles: Sequence[_Compared], level: Level) -> tuple[Encoding, bytes]:
+    """The shortest body that the level has time for."""
+    olds, news = [tile.old for tile in tiles], [tile.new for tile in tiles]
     size = sum(new.nbytes for new in news)
     best: tuple[Encoding, bytes] | None = None
-    if changes is not None:
-        best = "sparse", encode_sparse(dtype, olds, changes, by_exponent=level == "wan")
+    changes = [tile.changes for tile in tiles if tile.changes is not None]
+    contexts = _contexts(changes, sum(old.size for old in olds), level) if len(changes) == len(tiles) else None
+    if contexts is not None:
+        best = "sparse", encode_sparse(dtype, olds, changes, by_exponent=contexts == "by exponent")
     if best is None or len(best[1]) * _DENSE_ELEMENTS > sum(new.size for new in news):
         dense = encode_dense(olds, news)
         if dense is not None and (best is None or len(dense) < len(best[1])):
@@ -138,18 +146,24 @@ def _smallest(
     return best
 
 
-def _encoded_tile(place: Place, old: Bits, new: Bits, post: int, changes: Changes | None) -> EncodedTile:
-    seed = seed_of(place.spec.name)
-    if changes is None:
-        changed = int(np.count_nonzero(old != new))
-        moved = (element_sum(seed, place.tile, new) - element_sum(seed, place.tile, old)) % (1 << 64)
+def _contexts(changes: Sequence[Changes], elements: int, level: Level) -> Literal["one", "by exponent"] | None:
+    """How a sparse body is written; None where it would take too long."""
+    count = sum(part.count for part in changes)
+    *_, most = _SPARSE_SHARE[level]
+    if count * most > max(elements, most):
+        return None
+    return "by exponent" if level == "wan" and count * _SPARSE_SHARE["wan"][0] <= elements else "one"
+
+
+def _encoded_tile(tile: _Compared) -> EncodedTile:
+    seed = seed_of(tile.place.spec.name)
+    if tile.changes is None:
+        changed = int(np.count_nonzero(tile.old != tile.new))
+        after, before = (element_sum(seed, tile.place.tile, bits) for bits in (tile.new, tile.old))
+        moved = (after - before) % (1 << 64)
     else:
-        changed, moved = changes.count, sum_change(seed, place.tile, changes)
-    if tile_digest(new) != post:
-        raise InvalidInputError(
-            f"{place} was written while it was encoded", hint="let publish() return before the next optimizer step"
-        )
-    return EncodedTile(place=place, changed=changed, pre=tile_digest(old), post=post, sum_change=moved)
+        changed, moved = tile.changes.count, sum_change(seed, tile.place.tile, tile.changes)
+    return EncodedTile(place=tile.place, changed=changed, pre=tile.pre, post=tile.post, sum_change=moved)
 
 
 def decode_body(
@@ -205,19 +219,33 @@ def apply_body(places: Sequence[Place], entry: BodyEntry, body: memoryview, held
         if not bits.flags.writeable:
             raise InvalidInputError(f"the bits held of {place} can't be written", hint="pass writable bits")
     parts = _decode(places, entry, body, held)
-    undo = [part if isinstance(part, Changes) else bits.copy() for part, bits in zip(parts, held, strict=True)]
+    with ExitStack() as undo:
+        for place, tile, bits, part, is_done in zip(places, entry.tiles, held, parts, done, strict=True):
+            if is_done:
+                continue
+            if isinstance(part, Changes):
+                undo.callback(scatter, bits, part.positions, part.old)
+                found = _scatter_all(bits, part)
+            else:
+                found = tile_digest(part)
+            if found != tile.post:
+                _corrupt(str(place), "post", "the decoded tile hasn't the digest that the manifest names")
+        undo.pop_all()
     for bits, part, is_done in zip(held, parts, done, strict=True):
-        if not is_done:
-            _write(bits, part)
-    try:
-        for place, tile, bits in zip(places, entry.tiles, held, strict=True):
-            _check_post(place, tile, bits)
-    except CorruptError:
-        for bits, part, is_done in zip(held, undo, done, strict=True):
-            if not is_done:
-                _put_back(bits, part)
-        raise
+        if not is_done and not isinstance(part, Changes):
+            bits[:] = part
     return done.count(False)
+
+
+def _scatter_all(bits: Bits, changes: Changes) -> int:
+    """Write changes and take the result's digest, stretch by stretch, while it is in the processor's cache."""
+    digest = xxhash.xxh3_64()
+    edges = [*range(0, bits.size, STRETCH), bits.size]
+    cuts = np.searchsorted(changes.positions, edges).tolist()
+    for (begin, end), (first, last) in zip(pairwise(edges), pairwise(cuts), strict=True):
+        scatter(bits, changes.positions[first:last], changes.new[first:last])
+        digest.update(bits[begin:end].data)
+    return digest.intdigest()
 
 
 _Part = Changes | Bits
@@ -282,34 +310,16 @@ def _split_full(where: str, olds: Sequence[Bits], body: memoryview) -> list[Bits
 
 def _prove(place: Place, tile: TileEntry, old: Bits, part: _Part) -> TileWrite:
     if not isinstance(part, Changes):
-        _check_post(place, tile, part)
+        if tile_digest(part) != tile.post:
+            _corrupt(str(place), "post", "the decoded tile hasn't the digest that the manifest names")
         return TileWrite(name=place.spec.name, tile=place.tile, positions=None, values=part)
     result = old.copy()
-    scatter(result, part.positions, part.new)
-    _check_post(place, tile, result)
+    if _scatter_all(result, part) != tile.post:
+        _corrupt(str(place), "post", "the decoded tile hasn't the digest that the manifest names")
     if part.count * DENSE_SHARE > old.size:
         return TileWrite(name=place.spec.name, tile=place.tile, positions=None, values=result)
     values = part.new.astype(old.dtype)
     return TileWrite(name=place.spec.name, tile=place.tile, positions=part.positions, values=values)
-
-
-def _write(bits: Bits, part: _Part) -> None:
-    if isinstance(part, Changes):
-        scatter(bits, part.positions, part.new)
-    else:
-        bits[:] = part
-
-
-def _put_back(bits: Bits, undo: _Part) -> None:
-    if isinstance(undo, Changes):
-        scatter(bits, undo.positions, undo.old)
-    else:
-        bits[:] = undo
-
-
-def _check_post(place: Place, tile: TileEntry, bits: Bits) -> None:
-    if tile_digest(bits) != tile.post:
-        _corrupt(str(place), "post", "the decoded tile hasn't the digest that the manifest names")
 
 
 def _corrupt(where: str, field: str, why: str) -> NoReturn:

@@ -41,6 +41,20 @@ def _ctlz(_context: Any, _word: Any) -> Any:
     return types.uint64(types.uint64), build
 
 
+@intrinsic
+def _ctpop(_context: Any, _word: Any) -> Any:
+    def build(_: Any, builder: Any, __: Any, arguments: Any) -> Any:
+        return builder.ctpop(arguments[0])
+
+    return types.uint64(types.uint64), build
+
+
+@kernel
+def ones(word: Any) -> int:
+    """One bits of a 64-bit word."""
+    return np.int64(_ctpop(np.uint64(word)))  # pyright: ignore[reportReturnType,reportCallIssue] : numba's own types
+
+
 @kernel
 def trailing_zeros(word: Any) -> int:
     """Zero bits below the lowest one bit of a 64-bit word; 64 for zero."""

@@ -248,19 +248,21 @@ def _read_golomb(numbers: Numbers, width: int, stream: Words, bit: int, limit: i
     for index in range(numbers.size):
         if bit >= limit:
             return -1
-        shift = np.uint64(bit & 63)
-        prefix = trailing_zeros(
-            (stream[bit >> 6] >> shift) | ((stream[(bit >> 6) + 1] << _ONE) << (np.uint64(63) - shift))
-        )
-        bit += prefix
-        if prefix + width > _MOST_BITS or bit + 1 + prefix + width > limit:
+        window = _window(stream, bit)
+        prefix = trailing_zeros(window)
+        length = 2 * prefix + 1 + width
+        if prefix + width > _MOST_BITS or bit + length > limit:
             return -1
-        upper = (_ONE << np.uint64(prefix)) | _read(stream, bit + 1, prefix)
-        low = _read(stream, bit + 1 + prefix, width)
+        if length > _WORD:
+            window = _window(stream, bit + prefix + 1)
+        else:
+            window >>= np.uint64(prefix + 1)
+        upper = (_ONE << np.uint64(prefix)) | (window & ((_ONE << np.uint64(prefix)) - _ONE))
+        low = (window >> np.uint64(prefix)) & ((_ONE << np.uint64(width)) - _ONE)
         numbers[index] = np.int64(((upper - _ONE) << np.uint64(width)) | low)
         if numbers[index] < 0:
             return -1
-        bit += 1 + prefix + width
+        bit += length
     return bit
 
 
@@ -274,10 +276,10 @@ def _write(stream: Words, bit: int, value: Any, count: int) -> int:
 
 
 @kernel
-def _read(stream: Words, bit: int, count: int) -> Any:
+def _window(stream: Words, bit: int) -> Any:
+    """The 64 bits from ``bit`` on."""
     shift = np.uint64(bit & 63)
-    value = (stream[bit >> 6] >> shift) | ((stream[(bit >> 6) + 1] << _ONE) << (np.uint64(63) - shift))
-    return value & ((_ONE << np.uint64(count)) - _ONE)
+    return (stream[bit >> 6] >> shift) | ((stream[(bit >> 6) + 1] << _ONE) << (np.uint64(63) - shift))
 
 
 @kernel

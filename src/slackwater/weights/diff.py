@@ -15,6 +15,7 @@ from slackwater.checkpoint.element_sum import element_sum, seed_of
 from slackwater.checkpoint.outline import Outline
 from slackwater.checkpoint.state import StateTable
 from slackwater.checkpoint.tensor import Bits
+from slackwater.errors import InvalidInputError
 from slackwater.weights.source import TensorSource
 
 _AHEAD: Final = 4
@@ -39,7 +40,14 @@ def diff(
         places = [Place(spec=spec, tile=tile) for spec, tile in map(outline.place, bundle)]
         olds = [place.tile.take(baseline[place.spec.name]) for place in places]
         news = [place.tile.take(read(place.spec.name)) for place in places]
-        return encode_body(places, olds, news, level)
+        encoded = encode_body(places, olds, news, level)
+        for tile in () if encoded is None else encoded.tiles:
+            if tile_digest(news[places.index(tile.place)]) != tile.post:
+                raise InvalidInputError(
+                    f"{tile.place} was written while it was encoded",
+                    hint="let publish() return before the next optimizer step",
+                )
+        return encoded
 
     found = _in_order((bundle for batch in planned for bundle in batch), encode, threads)
     for batch in planned:
