@@ -1,23 +1,36 @@
-"""Manifests that an attacker or a bad disk could send: each ends in a CorruptError naming the field."""
+"""Manifests that an attacker or a bad disk could send: each ends in a CorruptError that names the field."""
 
+import base64
 import contextlib
 import copy
 import json
+import struct
+import time
+import tracemalloc
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slackwater.checkpoint import manifest as module
-from slackwater.checkpoint.manifest import decode_manifest, encode_manifest
-from slackwater.errors import CorruptError, InvalidInputError
+from slackwater.checkpoint.manifest import MAX_MANIFEST_BYTES
+from slackwater.checkpoint.rules import decode_manifest
+from slackwater.checkpoint.state import StateTable
+from slackwater.errors import CorruptError, SlackwaterError
 
 Json = dict[str, Any]
-ONE, TWO, SHA = "1" * 32, "2" * 32, "a" * 64
+SHA = "a" * 64
+BIG = [16, 2**19]
+"""Sixteen tiles of BF16."""
+
+
+def column(*words: int) -> str:
+    return base64.b64encode(struct.pack(f"<{len(words)}Q", *words)).decode()
+
 
 DELTA: Json = {
-    "format": "slackwater/1",
+    "format": "slackwater/2",
     "run": "r",
     "version": 7,
     "kind": "delta",
@@ -25,26 +38,30 @@ DELTA: Json = {
     "state": SHA,
     "step": 7,
     "created_at": "2026-01-01T00:00:00+00:00",
-    "objects": [["r/blobs/x", 100, SHA]],
-    "tensors": [
-        ["a", "BF16", [4], [[0, "sparse", 0, 0, 10, 1, ONE, TWO]]],
-        [
-            "b",
-            "BF16",
-            [3, 2097152],
-            [[0, "full", 0, 10, 10, 5, ONE, TWO], [1, "sparse", 0, 20, 80, 5, ONE, TWO]],
-        ],
-    ],
-    "files": {},
+    "objects": [["r/blobs/x", 100, SHA], ["r/blobs/y", 7, SHA]],
+    "bodies": {"object": [0, 0, 1], "length": [40, 60, 7], "encoding": "sdf", "tiles": [1, 2, 1]},
+    "tiles": {
+        "number": [5, 0, 9, 2],
+        "changed": [1, 2, 3, 4],
+        "digests": column(1, 2, 3, 4, 5, 6, 2**64 - 1, 8),
+        "sums": column(1, 2, 3, 4),
+    },
 }
+SIZE = 8 + 2**24 + 4
 ANCHOR: Json = {
-    **DELTA,
+    **{name: DELTA[name] for name in ("format", "run", "version", "state", "step", "created_at")},
     "kind": "anchor",
     "parent": None,
-    "objects": [["r/anchors/7/model.safetensors", 100, SHA], ["r/anchors/7/config.json", 2, SHA]],
-    "tensors": [["a", "BF16", [4], [[0, "raw", 0, 80, 8, 4, None, ONE]]]],
+    "objects": [["r/anchors/7/model.safetensors", 100 + SIZE, SHA], ["r/anchors/7/config.json", 2, SHA]],
+    "tensors": [
+        ["a", "BF16", [4], 0, 100, column(1, 2)],
+        ["b.up_proj.weight", "BF16", BIG, 0, 108, column(*range(17))],
+        ["c", "I8", [0, 5], 0, 108, column(3)],
+        ["d", "F32", [], 0, 108 + 2**24, column(4, 5)],
+    ],
     "files": {"model.safetensors": 0, "config.json": 1},
 }
+GONE = object()
 
 
 def spoil(base: Json, *path: Any, value: Any) -> bytes:
@@ -52,136 +69,336 @@ def spoil(base: Json, *path: Any, value: Any) -> bytes:
     spot: Any = changed
     for step in path[:-1]:
         spot = spot[step]
-    spot[path[-1]] = value
+    if value is GONE:
+        del spot[path[-1]]
+    else:
+        spot[path[-1]] = value
     return json.dumps(changed).encode()
 
 
+def refusal(body: bytes, *, fold: bool = False) -> str:
+    with pytest.raises(CorruptError) as caught:
+        decode_manifest(body, fold=fold)
+    return caught.value.message
+
+
 def test_the_good_ones_are_good() -> None:
-    assert decode_manifest(json.dumps(DELTA).encode()).version == 7
-    assert decode_manifest(json.dumps(ANCHOR).encode()).num_bytes == 102
+    delta, anchor = (decode_manifest(json.dumps(good).encode()) for good in (DELTA, ANCHOR))
+    assert (delta.version, delta.num_bytes, delta.num_changed) == (7, 107, 10)
+    assert (anchor.num_bytes, anchor.num_changed, anchor.outline.num_tiles) == (102 + SIZE, 4 + 2**23 + 1, 18)
+
+
+EVERYWHERE = [
+    (("format",), "slackwater/1", "format is 'slackwater/1', and this reader knows 'slackwater/2'"),
+    (("format",), "slackwater/3", "format is 'slackwater/3'"),
+    (("format",), "x" * 9999, "format is 'xxx"),
+    (("format",), 2, "format"),
+    (("format",), GONE, "format"),
+    (("surprise",), 1, "surprise"),
+    (("run",), "../x", "field run"),
+    (("run",), "", "field run"),
+    (("run",), "x" * 129, "field run"),
+    (("run",), "a..b", "field run"),
+    (("run",), "é", "field run"),
+    (("run",), GONE, "run"),
+    (("version",), -1, "version"),
+    (("version",), 10**8, "version"),
+    (("version",), 2**70, "version"),
+    (("version",), 7.0, "version"),
+    (("version",), 7.5, "version"),
+    (("version",), "7", "version"),
+    (("version",), True, "version"),
+    (("version",), None, "version"),
+    (("version",), GONE, "version"),
+    (("kind",), "fold", "kind"),
+    (("kind",), GONE, "kind"),
+    (("state",), "A" * 64, "state"),
+    (("state",), SHA + "\n", "state"),
+    (("state",), SHA[:-1], "state"),
+    (("state",), "", "state"),
+    (("step",), -1, "step"),
+    (("step",), 2**63, "step"),
+    (("step",), 1e300, "step"),
+    (("created_at",), "", "created_at"),
+    (("created_at",), "x" * 513, "created_at"),
+    (("quantizers",), [""], "quantizers"),
+    (("quantizers",), "fp8", "quantizers"),
+    (("objects", 0, 0), "other/blobs/x", "field objects"),
+    (("objects", 0, 0), "r/../s/x", "field objects"),
+    (("objects", 0, 0), "/r/x", "field objects"),
+    (("objects", 0, 0), "r//x", "field objects"),
+    (("objects", 0, 0), "r/x/", "field objects"),
+    (("objects", 0, 0), "r/x\x00", "field objects"),
+    (("objects", 0, 0), "r/a\\b", "field objects"),
+    (("objects", 0, 0), "r/http://x", "field objects"),
+    (("objects", 0, 0), "r/" + "x" * 600, "objects"),
+    (("objects", 0, 0), "r/" + "x" * 200, "field objects"),
+    (("objects", 0, 1), -1, "objects"),
+    (("objects", 0, 1), 2**63, "objects"),
+    (("objects", 0, 1), True, "objects"),
+    (("objects", 0, 2), "g" * 64, "objects"),
+    (("objects", 0), ["r/x", 1], "objects"),
+    (("objects", 0), {"key": "r/x"}, "objects"),
+    (("objects",), {}, "objects"),
+    (("objects",), GONE, "objects"),
+]
+
+
+@pytest.mark.parametrize("base", [pytest.param(DELTA, id="delta"), pytest.param(ANCHOR, id="anchor")])
+@pytest.mark.parametrize(("path", "value", "field"), EVERYWHERE)
+def test_a_rule_of_every_manifest_is_refused_by_field(
+    base: Json, path: tuple[Any, ...], value: Any, field: str
+) -> None:
+    assert field in refusal(spoil(base, *path, value=value))
 
 
 @pytest.mark.parametrize(
-    ("base", "path", "value", "field"),
+    ("path", "value", "field"),
     [
-        (DELTA, ("format",), "slackwater/2", "format is 'slackwater/2'"),
-        (DELTA, ("format",), 1, "format"),
-        (DELTA, ("surprise",), 1, "surprise"),
-        (DELTA, ("run",), "../x", "run"),
-        (DELTA, ("run",), "", "run"),
-        (DELTA, ("version",), -1, "version"),
-        (DELTA, ("version",), 2**70, "version"),
-        (DELTA, ("version",), 8, "parent"),
-        (DELTA, ("version",), "7", "version"),
-        (DELTA, ("kind",), "fold", "kind"),
-        (DELTA, ("kind",), "anchor", "parent"),
-        (DELTA, ("parent",), None, "parent"),
-        (DELTA, ("parent", "state"), "A" * 64, "parent.state"),
-        (DELTA, ("state",), SHA + "\n", "state"),
-        (DELTA, ("state",), SHA[:-1], "state"),
-        (DELTA, ("step",), -1, "step"),
-        (DELTA, ("created_at",), "", "created_at"),
-        (DELTA, ("files",), {"config.json": 0}, "files"),
-        (DELTA, ("objects", 0, 0), "other/blobs/x", "objects"),
-        (DELTA, ("objects", 0, 0), "r/../s/x", "objects"),
-        (DELTA, ("objects", 0, 0), "/r/x", "objects"),
-        (DELTA, ("objects", 0, 0), "r//x", "objects"),
-        (DELTA, ("objects", 0, 0), "r/x\x00", "objects"),
-        (DELTA, ("objects", 0, 0), "r/a\\b", "objects"),
-        (DELTA, ("objects", 0, 0), "r/" + "x" * 600, "objects"),
-        (DELTA, ("objects", 0, 1), -1, "objects"),
-        (DELTA, ("objects", 0, 1), 99, "b tile 1: length"),
-        (DELTA, ("objects", 0, 2), "g" * 64, "objects"),
-        (
-            DELTA,
-            ("objects",),
-            [["r/blobs/x", 100, SHA], ["r/blobs/x", 99, SHA]],
-            "objects: a key is named twice",
-        ),
-        (DELTA, ("objects",), [], "a tile 0: object"),
-        (DELTA, ("tensors", 0, 0), "b", "tensors: 'b' follows 'b'"),
-        (DELTA, ("tensors", 0, 0), "c", "tensors: 'b' follows 'c'"),
-        (DELTA, ("tensors", 0, 1), "BF17", "a: dtype"),
-        (DELTA, ("tensors", 0, 2), [-4], "tensors"),
-        (DELTA, ("tensors", 0, 2), [2**62, 2**62], "a: shape"),
-        (DELTA, ("tensors", 0, 2), [1, 2**33], "a: shape"),
-        (DELTA, ("tensors", 0, 2), [1] * 9, "tensors"),
-        (DELTA, ("tensors", 0, 2), [0], "a: tiles"),
-        (DELTA, ("tensors", 0, 3), [], "a: tiles"),
-        (DELTA, ("tensors", 0, 3, 0, 0), 1, "a: tiles"),
-        (DELTA, ("tensors", 0, 3, 0, 0), -1, "tensors"),
-        (DELTA, ("tensors", 0, 3, 0, 1), "raw", "a tile 0: encoding"),
-        (DELTA, ("tensors", 0, 3, 0, 1), "pickle", "tensors"),
-        (DELTA, ("tensors", 0, 3, 0, 2), 1, "a tile 0: object"),
-        (DELTA, ("tensors", 0, 3, 0, 3), 2**63 - 1, "a tile 0: length"),
-        (DELTA, ("tensors", 0, 3, 0, 3), 2**64, "tensors"),
-        (DELTA, ("tensors", 0, 3, 0, 4), 0, "tensors"),
-        (DELTA, ("tensors", 0, 3, 0, 4), 11, "b tile 0: offset: its body overlaps that of a tile 0"),
-        (DELTA, ("tensors", 0, 3, 0, 5), 0, "tensors"),
-        (DELTA, ("tensors", 0, 3, 0, 5), 5, "a tile 0: changed"),
-        (DELTA, ("tensors", 0, 3, 0, 6), None, "a tile 0: pre"),
-        (DELTA, ("tensors", 0, 3, 0, 7), ONE[:-1], "tensors"),
-        (DELTA, ("tensors", 1, 3, 1, 0), 0, "b: tiles: indexes rise"),
-        (DELTA, ("tensors", 1, 3, 1, 0), 2, "b: tiles: there is no tile 2 of 2"),
-        (ANCHOR, ("parent",), {"version": 6, "state": SHA}, "parent"),
-        (ANCHOR, ("files", "../evil"), 0, "files"),
-        (ANCHOR, ("files", "a/b"), 0, "files"),
-        (ANCHOR, ("files", ".hidden"), 0, "files"),
-        (ANCHOR, ("files", "tokenizer.json"), 2, "files"),
-        (ANCHOR, ("files",), {"config.json": 1}, "files"),
-        (ANCHOR, ("tensors", 0, 3), [], "a: tiles: an anchor lists all 1"),
-        (ANCHOR, ("tensors", 0, 3, 0, 4), 7, "a tile 0: length"),
-        (ANCHOR, ("tensors", 0, 3, 0, 5), 3, "a tile 0: length"),
-        (ANCHOR, ("tensors", 0, 3, 0, 6), ONE, "a tile 0: pre"),
-        (ANCHOR, ("tensors", 0, 3, 0, 1), "full", "a tile 0: encoding"),
+        (("kind",), "anchor", "parent: an anchor has none"),
+        (("parent",), None, "parent: an anchor has none, and a delta has one"),
+        (("parent",), GONE, "parent"),
+        (("parent", "version"), 7, "parent: version 7 can't be a delta on version 7"),
+        (("parent", "version"), 5, "parent: version 7 can't be a delta on version 5"),
+        (("parent", "version"), -1, "parent"),
+        (("parent", "state"), "A" * 64, "parent.state"),
+        (("parent", "more"), 1, "more"),
+        (("version",), 8, "parent: version 8 can't be a delta on version 6"),
+        (("version",), 0, "parent: version 0"),
+        (("files",), {"config.json": 0}, "tensors: a delta has neither"),
+        (("tensors",), ANCHOR["tensors"], "tensors: a delta has neither"),
+        (("bodies",), None, "bodies: a delta has bodies and tiles"),
+        (("bodies",), GONE, "bodies: a delta has bodies and tiles"),
+        (("tiles",), GONE, "bodies: a delta has bodies and tiles"),
+        (("bodies", "more"), 1, "more"),
+        (("bodies", "object"), GONE, "object"),
+        (("bodies", "object"), [0, 1], "bodies: columns of [2, 3] entries"),
+        (("bodies", "object"), [1, 0, 0], "bodies.object: it rises"),
+        (("bodies", "object"), [0, 0, 2], "bodies.object: 2 of 2"),
+        (("bodies", "object"), [0, 0, 0], "bodies.length: bodies of 107 bytes in r/blobs/x, which has 100"),
+        (("bodies", "object"), [0, 0, -1], "bodies.object"),
+        (("bodies", "object"), [0, 0, 2**63], "bodies.object"),
+        (("bodies", "object"), [0, 0, True], "bodies.object"),
+        (("bodies", "length"), [40, 60, 6], "bodies.length: bodies of 6 bytes in r/blobs/y, which has 7"),
+        (("bodies", "length"), [40, 60, 8], "bodies.length: bodies of 8 bytes in r/blobs/y"),
+        (("bodies", "length"), [100, 0, 7], "bodies.length"),
+        (("bodies", "length"), [2**63 - 1, 60, 7], "bodies.length: bodies of 9223372036854775867 bytes"),
+        (("bodies", "length"), [41, 60, 7], "bodies.length: bodies of 101 bytes in r/blobs/x"),
+        (("bodies", "length"), [40.0, 60, 7], "bodies.length"),
+        (("bodies", "length"), [40, 60], "bodies: columns of [2, 3]"),
+        (("bodies", "encoding"), "sd", "bodies: columns of [2, 3]"),
+        (("bodies", "encoding"), "sdx", "bodies.encoding: 'x' is none of sdf"),
+        (("bodies", "encoding"), "sdé", "bodies.encoding: 'é'"),
+        (("bodies", "encoding"), "sdF", "bodies.encoding: 'F'"),
+        (("bodies", "encoding"), ["s", "d", "f"], "bodies.encoding"),
+        (("bodies", "tiles"), [1, 2], "bodies: columns of [2, 3]"),
+        (("bodies", "tiles"), [1, 2, 0], "bodies.tiles"),
+        (("bodies", "tiles"), [1, 2, 2], "tiles: 4 numbers and 4 counts for 5 tiles of bodies"),
+        (("bodies", "tiles"), [1, 1, 1], "tiles: 4 numbers and 4 counts for 3"),
+        (("bodies", "tiles"), [1, 2, 2**62], "tiles: 4 numbers"),
+        (("objects",), [*DELTA["objects"], ["r/blobs/z", 1, SHA]], "bodies.length: bodies of 0 bytes in r/blobs/z"),
+        (("objects",), [DELTA["objects"][0]], "bodies.object: 1 of 1"),
+        (("objects",), [["r/blobs/x", 100, SHA], ["r/blobs/x", 7, SHA]], "objects: a key is named twice"),
+        (("objects",), [["r/blobs/x", 100, SHA], ["r/blobs/x", 100, "b" * 64]], "objects: a key is named twice"),
+        (("tiles", "more"), 1, "more"),
+        (("tiles", "number"), [5, 0, 9], "tiles: 3 numbers and 4 counts for 4"),
+        (("tiles", "number"), [5, 0, 9, 5], "tiles.number: a tile is named twice"),
+        (("tiles", "number"), [5, 0, 9, 2**32 - 1], "tiles.number: 4294967295 is no tile's"),
+        (("tiles", "number"), [5, 0, 9, -1], "tiles.number"),
+        (("tiles", "number"), [5, 0, 9, 2.0], "tiles.number"),
+        (("tiles", "number"), [5, 0, 9, None], "tiles.number"),
+        (("tiles", "changed"), [1, 2, 3], "tiles: 4 numbers and 3 counts"),
+        (("tiles", "changed"), [1, 2, 3, 0], "tiles.changed"),
+        (("tiles", "changed"), [1, 2, 3, 2**63], "tiles.changed"),
+        (("tiles", "digests"), column(*range(7)), "tiles.digests: 56 bytes instead of 64"),
+        (("tiles", "digests"), column(*range(9)), "tiles.digests: 72 bytes instead of 64"),
+        (("tiles", "digests"), column(*range(8)) + "\n", "tiles.digests"),
+        (("tiles", "digests"), column(*range(8)).replace("A", "-", 1), "tiles.digests: it is no base64"),
+        (("tiles", "digests"), column(*range(8))[:-3] + "B==", "tiles.digests: its base64 isn't"),
+        (("tiles", "digests"), column(1, 2, 3, 4, 5, 6, 7, 7), "tiles.digests: a listed tile stays as it was"),
+        (("tiles", "digests"), list(range(8)), "tiles.digests"),
+        (("tiles", "sums"), GONE, "sums"),
     ],
 )
-def test_a_broken_rule_is_refused_by_field(base: Json, path: tuple[Any, ...], value: Any, field: str) -> None:
-    with pytest.raises(CorruptError) as caught:
-        decode_manifest(spoil(base, *path, value=value))
-    assert field in caught.value.message
+def test_a_rule_of_deltas_is_refused_by_field(path: tuple[Any, ...], value: Any, field: str) -> None:
+    assert field in refusal(spoil(DELTA, *path, value=value))
 
 
-def test_every_truncation_is_refused() -> None:
-    body = json.dumps(ANCHOR).encode()
+@pytest.mark.parametrize(
+    ("path", "value", "field"),
+    [
+        (("parent",), {"version": 6, "state": SHA}, "parent: an anchor has none"),
+        (("bodies",), DELTA["bodies"], "bodies: an anchor has none"),
+        (("tiles",), DELTA["tiles"], "bodies: an anchor has none"),
+        (("files", "../evil"), 0, "files: '../evil' is no file name"),
+        (("files", "a/b"), 0, "files: 'a/b'"),
+        (("files", ".hidden"), 0, "files: '.hidden'"),
+        (("files", "a..b"), 0, "files: 'a..b'"),
+        (("files", ""), 0, "files: ''"),
+        (("files", "x" * 200), 0, "files: 'xxx"),
+        (("files", "tokenizer.json"), 2, "files: tokenizer.json is object 2 of 2"),
+        (("files", "tokenizer.json"), -1, "files"),
+        (("files",), {"config.json": 1}, "files: a doesn't lie in a safetensors file"),
+        (("files",), {}, "files: a doesn't lie"),
+        (("files",), {"config.json": 0, "model.safetensors": 1}, "files: a doesn't lie in a safetensors file"),
+        (("files",), {"model.safetensors.index.json": 0}, "files: a doesn't lie in a safetensors file"),
+        (("tensors", 0, 0), "c", "tensors: 'b.up_proj.weight' follows 'c'; names rise, each once"),
+        (("tensors", 0, 0), "b.up_proj.weight", "follows 'b.up_proj.weight'; names rise, each once"),
+        (("tensors", 0, 0), "", "tensors"),
+        (("tensors", 0, 0), "x" * 513, "tensors"),
+        (("tensors", 0, 1), "BF17", "a: dtype: 'BF17' is unknown"),
+        (("tensors", 0, 1), "bf16", "a: dtype"),
+        (("tensors", 0, 1), 16, "tensors"),
+        (("tensors", 0, 2), [-4], "tensors"),
+        (("tensors", 0, 2), [4.0], "tensors"),
+        (("tensors", 0, 2), [True], "tensors"),
+        (("tensors", 0, 2), [1] * 9, "tensors"),
+        (("tensors", 0, 2), [2**63], "tensors"),
+        (("tensors", 0, 2), [2**62, 2**62], "a: shape: [4611686018427387904, 4611686018427387904] is more than any"),
+        (("tensors", 0, 2), [2**62], "a: shape"),
+        (("tensors", 0, 2), [2**63 - 1] * 8, "a: shape"),
+        (("tensors", 0, 2), [1, 2**33], "a: shape: a line of [1, 8589934592] is longer"),
+        (("tensors", 0, 2), [2**31, 2**30], "a: offset: its bytes end at 4611686018427388004"),
+        (("tensors", 0, 2), [5], "c: offset: its bytes overlap those of a"),
+        (("tensors", 0, 2), [0], "a: digests: 16 bytes instead of 8"),
+        (("tensors", 0, 3), 2, "a: object: 2 of 2"),
+        (("tensors", 0, 3), 1, "a: offset: its bytes end at 108 of 2"),
+        (("tensors", 0, 3), -1, "tensors"),
+        (("tensors", 0, 4), 101, "c: offset: its bytes overlap those of a"),
+        (("tensors", 1, 4), 109, "d: offset: its bytes overlap those of b.up_proj.weight"),
+        (("tensors", 0, 4), 100 + SIZE - 7, "a: offset: its bytes end at"),
+        (("tensors", 0, 4), 2**63 - 1, "a: offset: its bytes end at 9223372036854775815"),
+        (("tensors", 0, 4), 2**64, "tensors"),
+        (("tensors", 2, 4), 107, "c: offset: its bytes overlap those of a"),
+        (("tensors", 2, 4), 101 + SIZE, "c: offset: its bytes end at"),
+        (("tensors", 0, 5), column(1), "a: digests: 8 bytes instead of 16"),
+        (("tensors", 1, 5), column(*range(16)), "b.up_proj.weight: digests: 128 bytes instead of 136"),
+        (("tensors", 0, 5), "AAAA", "a: digests"),
+        (("tensors", 0, 5), "?" * 24, "a: digests: it is no base64"),
+        (("tensors", 0, 5), [1, 2], "tensors"),
+        (("tensors", 0), ["a", "BF16", [4], 0, 100], "tensors"),
+        (("objects", 0, 1), 99 + SIZE, "d: offset: its bytes end at"),
+    ],
+)
+def test_a_rule_of_anchors_is_refused_by_field(path: tuple[Any, ...], value: Any, field: str) -> None:
+    assert field in refusal(spoil(ANCHOR, *path, value=value))
+
+
+def test_a_fold_is_a_delta_on_any_earlier_version() -> None:
+    for parent in (0, 3, 6):
+        assert decode_manifest(spoil(DELTA, "parent", "version", value=parent), fold=True).version == 7
+    for parent in (7, 8):
+        message = refusal(spoil(DELTA, "parent", "version", value=parent), fold=True)
+        assert f"parent: version 7 can't be a fold on version {parent}" in message
+    assert "kind: a fold is a delta" in refusal(json.dumps(ANCHOR).encode(), fold=True)
+
+
+def test_a_member_named_twice_is_read_as_its_last_and_checked_as_it_is_read() -> None:
+    body = json.dumps(DELTA)
+    twice = body.replace('"run": "r"', '"run": "other", "run": "r"')
+    assert decode_manifest(twice.encode()) == decode_manifest(body.encode())
+    assert "field run" in refusal(body.replace('"run": "r"', '"run": "r", "run": ".."').encode())
+    assert "knows 'slackwater/2'" in refusal(body.replace('"run"', '"format": "slackwater/9", "run"').encode())
+
+
+@pytest.mark.parametrize("base", [DELTA, ANCHOR], ids=["delta", "anchor"])
+def test_every_truncation_is_refused(base: Json) -> None:
+    body = json.dumps(base).encode()
     for end in range(len(body)):
         with pytest.raises(CorruptError):
             decode_manifest(body[:end])
+    assert "can't be read" in refusal(body + b"x")
 
 
 @pytest.mark.parametrize(
     "body",
     [
         b"[" * 200_000,
-        b'{"format":"slackwater/1","x":' + b"[" * 200_000,
+        b'{"format":"slackwater/2","x":' + b"[" * 200_000,
+        b'{"format":"slackwater/2","tensors":' + b"[" * 200_000,
         b'{"format":' + b'{"a":' * 200_000,
         b"\xff\xfe",
         b'{"format":"\xff"}',
         b'{"format":"\\ud800"}',
+        b'{"format":"slackwater/2","run":"\\ud800"}',
         b"null",
+        b"[]",
         b"NaN",
+        b'{"format":NaN}',
+        b"\xef\xbb\xbf" + json.dumps(DELTA).encode(),
         b"",
     ],
+    ids=range(14),
 )
 def test_deep_or_broken_json_is_refused_without_recursion(body: bytes) -> None:
-    with pytest.raises(CorruptError, match="can't be read"):
-        decode_manifest(body)
+    assert "can't be read" in refusal(body)
 
 
 @given(st.data())
 def test_noise_in_a_manifest_is_a_manifest_or_a_typed_refusal(data: st.DataObject) -> None:
-    body = bytearray(json.dumps(data.draw(st.sampled_from([DELTA, ANCHOR]))).encode())
+    base = data.draw(st.sampled_from([DELTA, ANCHOR]))
+    body = bytearray(json.dumps(base).encode())
     for _ in range(data.draw(st.integers(1, 4))):
         body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
     with contextlib.suppress(CorruptError):
-        decode_manifest(bytes(body))
+        manifest = decode_manifest(bytes(body))
+        list(manifest.listed())
+        StateTable.of_anchor(manifest)
 
 
-def test_a_manifest_too_large_is_refused_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=9) | st.just(SHA),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=300)
+@given(st.sampled_from([DELTA, ANCHOR]), st.data())
+def test_any_value_anywhere_is_a_manifest_or_a_typed_refusal(base: Json, data: st.DataObject) -> None:
+    path: list[Any] = []
+    spot: Any = base
+    while isinstance(spot, (dict, list)) and spot and (not path or data.draw(st.booleans())):
+        path.append(data.draw(st.sampled_from(sorted(spot) if isinstance(spot, dict) else range(len(spot)))))
+        spot = spot[path[-1]]
+    body = spoil(base, *path, value=data.draw(VALUES))
+    with contextlib.suppress(SlackwaterError):
+        manifest = decode_manifest(body)
+        list(manifest.listed())
+        StateTable.of_anchor(manifest)
+
+
+def test_a_manifest_larger_than_readers_hold_is_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert MAX_MANIFEST_BYTES == 256 * 2**20
     body = json.dumps(DELTA).encode()
-    good = decode_manifest(body)
-    monkeypatch.setattr(module, "MAX_MANIFEST_BYTES", 100)
-    with pytest.raises(CorruptError, match="readers hold 100"):
-        decode_manifest(body)
-    with pytest.raises(InvalidInputError, match="readers hold 100"):
-        encode_manifest(good)
+    monkeypatch.setattr(module, "MAX_MANIFEST_BYTES", len(body))
+    assert decode_manifest(body).version == 7
+    assert f"readers hold {len(body)}" in refusal(body + b" ")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        spoil(ANCHOR, "tensors", 0, 2, value=[2**40, 2**22]),
+        spoil(ANCHOR, "tensors", 0, 2, value=[2**63 - 1]),
+        spoil(ANCHOR, "tensors", 0, 2, value=[2**63 - 1] * 8),
+        spoil(ANCHOR, "tensors", 0, value=["a", "U8", [2**62], 0, 0, ""]),
+        spoil(ANCHOR, "tensors", 0, value=["a", "U8", [2**20, 2**42], 0, 0, ""]),
+        spoil(DELTA, "bodies", "tiles", value=[2**63 - 1] * 3),
+        spoil(DELTA, "bodies", "length", value=[2**63 - 1] * 3),
+        spoil(DELTA, "tiles", "number", value=[2**63 - 1] * 4),
+    ],
+    ids=range(8),
+)
+def test_a8_07_sizes_that_lie_are_refused_in_no_time_and_no_memory(body: bytes) -> None:
+    tracemalloc.start()
+    try:
+        began = time.process_time()
+        refusal(body)
+        assert time.process_time() - began < 0.05
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+    vast = json.loads(spoil(ANCHOR, "tensors", 0, value=["a", "U8", [2**20, 2**42], 0, 0, ""]))
+    vast["objects"][0][1] = 2**63 - 1
+    assert "a: shape: a line" in refusal(json.dumps(vast).encode())

@@ -55,6 +55,63 @@ def test_f14_a_target_out_of_reach_is_told(held: int | None, target: int, text: 
         plan_path(None if held is None else Version(held), Version(target), chain(text))
 
 
+Folds = set[tuple[int, int]]
+
+
+def folding(folds: Folds) -> Callable[[Version], list[Version]]:
+    """Folds from the first to the second version of each pair."""
+    return lambda version: [Version(start) for start, end in sorted(folds) if end == version]
+
+
+@pytest.mark.parametrize(
+    ("held", "target", "text", "folds", "expected"),
+    [
+        (None, 5, "addddd", {(0, 5)}, path(0, 5)),
+        (None, 5, "addddd", {(0, 4)}, path(0, 4, 5)),
+        (None, 5, "addddd", {(1, 3), (3, 5)}, path(0, 1, 3, 5)),
+        (2, 5, "addddd", {(0, 5)}, path(None, 3, 4, 5)),
+        (2, 5, "addddd", {(2, 5)}, path(None, 5)),
+        (1, 5, "adda.d", {(1, 5)}, path(None, 5)),
+        (0, 5, "a....d", {(0, 5)}, path(None, 5)),
+        (None, 5, "a....d", {(0, 5)}, path(0, 5)),
+        (None, 5, "addadd", {(0, 5)}, path(0, 5)),
+        (2, 4, "addad", {(2, 4)}, path(None, 4)),
+        (None, 3, "addd", {(3, 3), (4, 3)}, path(0, 1, 2, 3)),
+    ],
+)
+def test_a_fold_is_taken_where_it_saves_steps(
+    held: int | None, target: int, text: str, folds: Folds, expected: Path
+) -> None:
+    base = None if held is None else Version(held)
+    assert plan_path(base, Version(target), chain(text), folding(folds)) == expected
+
+
+@given(
+    st.text("ad.", max_size=9),
+    st.one_of(st.none(), st.integers(0, 9)),
+    st.integers(0, 9),
+    st.sets(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=6),
+)
+def test_every_path_with_folds_is_made_of_deltas_and_folds(
+    text: str, held: int | None, target: int, folds: Folds
+) -> None:
+    kind_of = chain(text)
+    try:
+        found = plan_path(None if held is None else Version(held), Version(target), kind_of, folding(folds))
+    except NotFoundError:
+        with pytest.raises(NotFoundError):
+            plan_path(None, Version(target), kind_of)
+        return
+    at = held if found.anchor is None else found.anchor
+    assert at is not None
+    assert found.anchor is None or kind_of(found.anchor) == "anchor"
+    for version in found.deltas:
+        assert at < version
+        assert (at, version) in folds or (at == version - 1 and kind_of(version) == "delta")
+        at = version
+    assert at == target
+
+
 @given(st.text("ad.", max_size=12), st.one_of(st.none(), st.integers(0, 12)), st.integers(0, 12))
 def test_every_path_ends_at_the_target_without_gaps(text: str, held: int | None, target: int) -> None:
     kind_of = chain(text)

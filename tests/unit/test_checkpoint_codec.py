@@ -1,215 +1,315 @@
+"""Bodies: whatever a step changes, applying its body gives exactly the new bits, in no more bytes than these have."""
+
 import hashlib
+import tracemalloc
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from codec_rig import LEVELS, Sent, Step, moved, place, sent, step, steps, weights, written
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 
-from slackwater.checkpoint.codec import EncodedTile, decode_dense, decode_tile, encode_tile
+from slackwater.checkpoint.codec import DENSE_SHARE, Level, apply_body, decode_body, encode_body
+from slackwater.checkpoint.dense import encode_dense
 from slackwater.checkpoint.digest import tile_digest
-from slackwater.checkpoint.manifest import TensorEntry, TileEntry
-from slackwater.checkpoint.planes import join_planes, narrowest, split_planes, steps_between, steps_onto
-from slackwater.checkpoint.tensor import Bits, TileWrite, tile_at
-from slackwater.errors import CorruptError, InvalidInputError, WrongBaseError
+from slackwater.checkpoint.element_sum import element_sum, seed_of
+from slackwater.checkpoint.sparse import contexts_of
+from slackwater.checkpoint.tensor import WIDTHS, Bits
+from slackwater.errors import InvalidInputError, WrongBaseError
 
-NAMES = {1: "F8_E4M3", 2: "BF16", 4: "F32", 8: "F64"}
-
-
-def listed(encoded: EncodedTile, old: Bits, new: Bits) -> TensorEntry:
-    tile = TileEntry(
-        index=0,
-        encoding=encoded.encoding,
-        object=0,
-        offset=0,
-        length=len(encoded.body),
-        changed=encoded.changed,
-        pre=tile_digest(old),
-        post=tile_digest(new),
-    )
-    return TensorEntry(name="w", dtype=NAMES[old.itemsize], shape=(old.size,), tiles=(tile,))
+OLD = np.array([0x3F80, 0x8000, 0x7FC0, 0x7FC1], dtype="<u2")
+NEW = np.array([0x3F81, 0x0000, 0x7FC1, 0x7FC1], dtype="<u2")
 
 
-def decode(entry: TensorEntry, body: bytes, old: Bits) -> TileWrite | None:
-    return decode_tile(entry, tile_at(entry.spec, 0), entry.tiles[0], memoryview(body), old)
+def in_canaries(bits: Bits) -> tuple[Bits, Bits]:
+    """A copy between elements that nobody may write: all of it, and the part in the middle."""
+    edge = np.full(64, 0x5A, dtype=bits.dtype)
+    whole = np.concatenate((edge, bits, edge))
+    return whole, whole[64:-64]
 
 
-def written(write: TileWrite | None, old: Bits) -> Bits:
-    result = old.copy()
-    if write is None:
-        return result
-    if write.positions is None:
-        return write.values
-    result[write.positions] = write.values
-    return result
+def held_by(made: Sent) -> tuple[list[Bits], list[Bits]]:
+    wholes, held = zip(*(in_canaries(old) for old in made.olds), strict=True)
+    return list(wholes), list(held)
 
 
-@st.composite
-def pairs(draw: st.DrawFn) -> tuple[Bits, Bits]:
-    """Two states of one tile: any width, any bits, any density."""
-    width = draw(st.sampled_from([1, 2, 4, 8]))
-    size = draw(st.integers(1, 300))
-    dtype = np.dtype(f"<u{width}")
-    old = draw(hnp.arrays(dtype, size))
-    other = draw(hnp.arrays(dtype, size))
-    mask = draw(hnp.arrays(np.bool_, size))
-    return old, np.where(mask, other, old)
+def assert_canaries_live(wholes: list[Bits]) -> None:
+    assert all((whole[:64] == 0x5A).all() and (whole[-64:] == 0x5A).all() for whole in wholes)
 
 
-@given(pairs())
-def test_decoding_gives_the_new_bits_back(pair: tuple[Bits, Bits]) -> None:
-    old, new = pair
-    encoded = encode_tile(old, new)
+@settings(max_examples=300)
+@given(steps(), st.sampled_from(LEVELS))
+def test_every_step_arrives_bit_for_bit(made: Step, level: Level) -> None:
+    before = [old.tobytes() for old in made.olds]
+    encoded = made.encode(level)
     if encoded is None:
-        assert old.tobytes() == new.tobytes()
+        assert made.num_changed == 0
         return
-    assert encoded.changed == int((old != new).sum())
-    write = decode(listed(encoded, old, new), encoded.body, old)
-    assert written(write, old).tobytes() == new.tobytes()
+    assert sum(tile.changed for tile in encoded.entry.tiles) == made.num_changed
+    assert all(tile.changed and tile.pre != tile.post for tile in encoded.entry.tiles)
+    news = [new.tobytes() for new in encoded.news]
+    assert written(encoded.decode(), encoded.olds) == news
+    wholes, held = held_by(encoded)
+    assert encoded.apply(held) == len(held)
+    assert [bits.tobytes() for bits in held] == news
+    assert_canaries_live(wholes)
+    assert [old.tobytes() for old in made.olds] == before
 
 
-@given(pairs())
-def test_steps_are_a_bijection_and_zero_only_where_equal(pair: tuple[Bits, Bits]) -> None:
-    old, new = pair
-    steps = steps_between(old, new)
-    assert steps_onto(old, steps).tobytes() == new.tobytes()
-    assert ((steps == 0) == (old == new)).all()
+@settings(max_examples=60)
+@given(steps(), st.sampled_from(LEVELS))
+def test_applying_twice_is_skipped(made: Step, level: Level) -> None:
+    encoded = made.encode(level)
+    if encoded is None:
+        return
+    held = [old.copy() for old in encoded.olds]
+    encoded.apply(held)
+    after = [bits.tobytes() for bits in held]
+    assert encoded.apply(held) == 0
+    assert encoded.decode(held) == [None] * len(held)
+    assert [bits.tobytes() for bits in held] == after
 
 
-@pytest.mark.parametrize("width", [1, 2])
-def test_every_pattern_of_a_narrow_element_steps_onto_every_neighbour(width: int) -> None:
-    every = np.arange(256**width, dtype=f"<u{width}")
-    for shift in (0, 1, 7, 128):
-        other = np.roll(every, shift)
-        assert (steps_onto(every, steps_between(every, other)) == other).all()
+@settings(max_examples=60)
+@given(steps(), st.sampled_from(LEVELS), st.data())
+def test_a_body_applied_to_some_of_its_tiles_goes_on_or_is_refused_by_name(
+    made: Step, level: Level, data: st.DataObject
+) -> None:
+    encoded = made.encode(level)
+    if encoded is None:
+        return
+    done = data.draw(st.lists(st.booleans(), min_size=len(encoded.olds), max_size=len(encoded.olds)))
+    held = [
+        (new if is_done else old).copy() for old, new, is_done in zip(encoded.olds, encoded.news, done, strict=True)
+    ]
+    before = [bits.tobytes() for bits in held]
+    is_sparse = encoded.encoded.encoding == "sparse"
+    if len(set(done)) == 2 and is_sparse and contexts_of(memoryview(encoded.body)) > 1:
+        assert level == "wan"
+        with pytest.raises(WrongBaseError, match=r"has its new bits and .* its old ones"):
+            encoded.apply(held)
+        assert [bits.tobytes() for bits in held] == before
+    else:
+        assert encoded.apply(held) == done.count(False)
+        assert [bits.tobytes() for bits in held] == [new.tobytes() for new in encoded.news]
 
 
-def test_neighbouring_numbers_are_one_step_apart_across_zero() -> None:
-    line = np.array([0x8001, 0x8000, 0x0000, 0x0001], dtype="<u2")
-    assert steps_between(line[:-1], line[1:]).tolist() == [2, 2, 2]
+@settings(max_examples=100)
+@given(steps(), st.sampled_from(LEVELS))
+def test_a_body_is_never_larger_than_the_elements(made: Step, level: Level) -> None:
+    encoded = made.encode(level)
+    if encoded is None:
+        return
+    full = sum(new.nbytes for new in encoded.news)
+    assert len(encoded.body) <= full
+    dense = encode_dense(encoded.olds, encoded.news)
+    if dense is not None:
+        assert len(encoded.body) <= len(dense)
 
 
-@given(hnp.arrays(np.dtype("<u4"), st.integers(1, 50)))
-def test_planes_join_to_what_was_split(values: Bits) -> None:
-    assert (join_planes(split_planes(values), values.dtype) == values).all()
+@settings(max_examples=100)
+@given(steps(), st.sampled_from(LEVELS))
+def test_the_sums_move_by_what_the_body_says(made: Step, level: Level) -> None:
+    encoded = made.encode(level)
+    if encoded is None:
+        return
+    for tile, old, new in zip(encoded.encoded.tiles, encoded.olds, encoded.news, strict=True):
+        seed = seed_of(tile.place.spec.name)
+        before, after = (element_sum(seed, tile.place.tile, bits) for bits in (old, new))
+        assert (before + tile.sum_change) % 2**64 == after != before
+        assert (tile.pre, tile.post) == (tile_digest(old), tile_digest(new))
 
 
-@pytest.mark.parametrize(("largest", "width"), [(0, 1), (255, 1), (256, 2), (65535, 2), (65536, 4), (2**32 - 1, 4)])
-def test_gaps_take_the_narrowest_width(largest: int, width: int) -> None:
-    assert narrowest(np.array([0, largest], dtype=np.int64)).itemsize == width
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", WIDTHS)
+def test_every_dtype_takes_its_largest_steps(dtype: str, level: Level) -> None:
+    """From the lowest place on the line to the middle and back, and half the line from each pattern."""
+    top, ones = 1 << (8 * WIDTHS[dtype] - 1), (1 << 8 * WIDTHS[dtype]) - 1
+    ends = np.array([0, top, ones, top - 1, 1, ones - 1], dtype=f"<u{WIDTHS[dtype]}")
+    old: Bits = np.zeros(500, dtype=ends.dtype)
+    for before in ends:
+        for after in ends:
+            old[7], new = before, old.copy()
+            new[7] = after
+            if before != after:
+                encoded = sent(step(dtype, old, new), level)
+                assert encoded.encoded.encoding == "sparse"
+                assert written(encoded.decode(), [old]) == [new.tobytes()]
 
 
-@pytest.mark.parametrize("gap", [255, 256, 257, 65535, 65536, 65537])
-def test_gaps_at_the_cut_points_survive(gap: int) -> None:
-    old: Bits = np.zeros(gap + 3, dtype="<u2")
-    new = old.copy()
-    new[[0, gap, gap + 2]] = [1, 2, 3]
-    encoded = encode_tile(old, new)
-    assert encoded is not None
-    write = decode(listed(encoded, old, new), encoded.body, old)
-    assert write is not None
-    assert write.positions is not None
-    assert write.positions.tolist() == [0, gap, gap + 2]
-
-
-def test_a1_08_bits_are_compared_not_values() -> None:
-    old = np.array([0x3F80, 0x8000, 0x7FC0, 0x7FC1], dtype="<u2")
-    new = np.array([0x3F81, 0x0000, 0x7FC1, 0x7FC1], dtype="<u2")
-    encoded = encode_tile(old, new)
-    assert encoded is not None
-    assert encoded.changed == 3
-    result = written(decode(listed(encoded, old, new), encoded.body, old), old)
-    digest = hashlib.sha256(result.tobytes()).hexdigest()
+@pytest.mark.parametrize("level", LEVELS)
+def test_a1_08_bits_are_compared_and_never_values(level: Level) -> None:
+    encoded = sent(step("BF16", OLD, NEW), level)
+    assert encoded.entry.tiles[0].changed == 3
+    (result,) = written(encoded.decode(), [OLD])
+    digest = hashlib.sha256(result).hexdigest()
     assert digest == "0184a5fa008a79ca971eaa285ed85d3871a7d9fcb8a4ade8d77bef2e9440dec2"
+    # Among so many that it goes sparse, the same holds.
+    many = sent(step("BF16", np.tile(OLD, 900), np.concatenate((NEW, np.tile(OLD, 899)))), level)
+    assert many.encoded.encoding == "sparse"
+    assert written(many.decode(), many.olds)[0][:8] == result
 
 
-def test_nothing_changed_has_no_body() -> None:
-    bits = np.array([0x7FC1, 0x8000], dtype="<u2")
-    assert encode_tile(bits, bits.copy()) is None
+def test_a1_08_what_an_arithmetic_compare_misses_is_a_change() -> None:
+    zeros = sent(step("F32", np.array([0], "<u4"), np.array([1 << 31], "<u4")))
+    payload = sent(step("F32", np.array([0x7FC00000], "<u4"), np.array([0x7FC00001], "<u4")))
+    assert zeros.entry.tiles[0].changed == payload.entry.tiles[0].changed == 1
+    assert step("F32", np.array([0x7FC00000], "<u4"), np.array([0x7FC00000], "<u4")).encode("fast") is None
 
 
-def test_a_sparse_change_is_written_sparse_and_a_dense_one_dense() -> None:
-    old: Bits = np.zeros(800, dtype="<u2")
-    for changed, dense in ((100, False), (101, True)):
+@pytest.mark.parametrize(
+    ("move", "density", "level", "encoding"),
+    [
+        ("neighbours", 0.002, "fast", "sparse"),
+        ("neighbours", 0.05, "fast", "sparse"),
+        ("neighbours", 0.2, "fast", "dense"),
+        ("neighbours", 1.0, "fast", "dense"),
+        ("neighbours", 0.1, "wan", "sparse"),
+        ("bits", 1.0, "fast", "full"),
+        ("bits", 1.0, "wan", "full"),
+    ],
+)
+def test_each_density_takes_the_encoding_that_suits_it(move: str, density: float, level: Level, encoding: str) -> None:
+    rng = np.random.default_rng(5)
+    old = weights(rng, "BF16", 40_000)
+    encoded = sent(step("BF16", old, moved(rng, "BF16", old, move, density)), level)
+    assert encoded.encoded.encoding == encoding
+    assert encoded.body == sent(step("BF16", old, encoded.news[0]), level).body  # deterministic
+
+
+def test_a_dense_body_is_taken_where_it_is_shorter_though_sparse_is_short() -> None:
+    """In wide elements, whose far steps cost sparse bodies more than their bits."""
+    rng = np.random.default_rng(11)
+    old = weights(rng, "F64", 20_000)
+    made = step("F64", old, moved(rng, "F64", old, "bits", 0.07))
+    for level in LEVELS:
+        encoded = sent(made, level)
+        assert encoded.encoded.encoding == "dense"
+        assert len(encoded.body) < made.num_bytes // 8
+        assert written(encoded.decode(), [old]) == [encoded.news[0].tobytes()]
+
+
+def test_more_levels_of_effort_give_fewer_bytes() -> None:
+    rng = np.random.default_rng(6)
+    old = weights(rng, "BF16", 200_000)
+    exponents = (old >> 7) & 0xFF
+    new = np.where(rng.random(old.size) < 0.4 * 0.5 ** (exponents - 110.0).clip(0), old + 1, old).astype("<u2")
+    made = step("BF16", old, new)
+    assert len(sent(made, "wan").body) < 0.85 * len(sent(made, "fast").body)
+
+
+@pytest.mark.parametrize("dtype", ["U8", "BF16", "F32", "F64"])
+def test_bits_that_lie_at_odd_addresses_are_read_and_written(dtype: str) -> None:
+    rng = np.random.default_rng(7)
+    old = weights(rng, dtype, 300)
+    for density in (0.05, 1.0):
+        for level in LEVELS:
+            made = sent(step(dtype, old, moved(rng, dtype, old, "neighbours", density)), level)
+            memory = np.zeros(old.nbytes + 1, dtype=np.uint8)
+            held = memory[1:].view(old.dtype)
+            held[:] = old
+            assert sent(step(dtype, held, made.news[0]), level).body == made.body
+            assert written(made.decode([held]), [held]) == [made.news[0].tobytes()]
+            assert made.apply([held]) == 1
+            assert held.tobytes() == made.news[0].tobytes()
+
+
+def test_a_few_changes_are_written_by_position_and_many_as_a_whole() -> None:
+    old: Bits = np.zeros(8000, dtype="<u2")
+    for changed in (1, 8000 // DENSE_SHARE, 8000 // DENSE_SHARE + 1, 8000):
         new = old.copy()
         new[:changed] = 1
-        encoded = encode_tile(old, new)
-        assert encoded is not None
-        write = decode(listed(encoded, old, new), encoded.body, old)
+        (write,) = sent(step("BF16", old, new), "wan").decode()
         assert write is not None
-        assert (write.positions is None) is dense
-        assert write.num_bytes == (1600 if dense else 100 * 6)
+        assert (write.positions is None) is (changed * DENSE_SHARE > old.size)
+        assert write.num_bytes == (16_000 if write.positions is None else changed * 6)
 
 
-def test_a_tile_that_becomes_constant_is_sent_whole() -> None:
-    old = np.random.default_rng(1).integers(0, 2**16, 5000, dtype=np.uint16)
-    new: Bits = np.zeros_like(old)
-    encoded = encode_tile(old, new)
-    assert encoded is not None
-    assert encoded.encoding == "full"
-    assert len(encoded.body) < 100
-    write = decode(listed(encoded, old, new), encoded.body, old)
-    assert written(write, old).tobytes() == new.tobytes()
+def test_decoding_reads_what_is_held_and_leaves_it() -> None:
+    for density in (0.05, 1.0):
+        old = weights(np.random.default_rng(8), "BF16", 300)
+        made = sent(step("BF16", old, moved(np.random.default_rng(8), "BF16", old, "neighbours", density)))
+        old.flags.writeable = False
+        assert written(made.decode([old]), [old]) == [made.news[0].tobytes()]
+        with pytest.raises(InvalidInputError, match="t0 tile 0 can't be written"):
+            made.apply([old])
 
 
-def test_a_typical_step_costs_few_bits_per_changed_element() -> None:
-    rng = np.random.default_rng(2)
-    old = (rng.standard_normal(2**20).astype(np.float32).view(np.uint32) >> 16).astype("<u2")
-    new = old.copy()
-    chosen = rng.random(old.size) < 0.0142
-    new[chosen] += rng.choice(np.array([1, 2**16 - 1], dtype="<u2"), int(chosen.sum()))
-    encoded = encode_tile(old, new)
-    assert encoded is not None
-    assert len(encoded.body) * 8 / encoded.changed < 12
+def test_one_tile_that_cannot_be_written_stops_all_of_them() -> None:
+    olds = tuple(np.full(50, index, dtype="<u2") for index in range(2))
+    made = sent(Step(dtype="BF16", olds=olds, news=tuple(old + 1 for old in olds)))
+    held = [old.copy() for old in olds]
+    held[1].flags.writeable = False
+    with pytest.raises(InvalidInputError, match="t1 tile 0"):
+        made.apply(held)
+    assert held[0].tobytes() == olds[0].tobytes()
 
 
-@settings(max_examples=50)
-@given(pairs())
-def test_applying_twice_is_harmless(pair: tuple[Bits, Bits]) -> None:
-    old, new = pair
-    encoded = encode_tile(old, new)
-    if encoded is not None:
-        assert decode(listed(encoded, old, new), encoded.body, new) is None
+def test_tiles_that_stay_are_left_out() -> None:
+    olds = tuple(weights(np.random.default_rng(index), "BF16", 100) for index in range(4))
+    made = Step(dtype="BF16", olds=olds, news=(olds[0], olds[1] + 1, olds[2], olds[3] + 1))
+    for level in LEVELS:
+        assert [tile.place.spec.name for tile in sent(made, level).encoded.tiles] == ["t1", "t3"]
+    assert replace(made, news=olds).encode("fast") is None
 
 
-def test_decoding_never_writes_what_is_held() -> None:
-    old = np.array([1, 2, 3, 4], dtype="<u2")
-    new = np.array([1, 9, 3, 8], dtype="<u2")
-    old.flags.writeable = False
-    encoded = encode_tile(old, new)
-    assert encoded is not None
-    assert written(decode(listed(encoded, old, new), encoded.body, old), old).tolist() == [1, 9, 3, 8]
-
-
-def test_another_base_is_told_with_tensor_and_tile() -> None:
-    old, new = np.array([1, 2], dtype="<u2"), np.array([1, 3], dtype="<u2")
-    encoded = encode_tile(old, new)
-    assert encoded is not None
-    with pytest.raises(WrongBaseError, match="w tile 0"):
-        decode(listed(encoded, old, new), encoded.body, np.array([7, 7], dtype="<u2"))
-
-
-@pytest.mark.parametrize("held", [np.zeros(2, dtype="<u4"), np.zeros(3, dtype="<u2"), np.zeros((1, 2), dtype="<u2")])
+@pytest.mark.parametrize("held", [np.zeros(4, "<u4"), np.zeros(3, "<u2"), np.zeros((1, 4), "<u2"), np.zeros(4, ">u2")])
 def test_bits_that_are_not_this_tile_are_the_callers_fault(held: np.ndarray[Any, Any]) -> None:
-    old, new = np.array([1, 2], dtype="<u2"), np.array([1, 3], dtype="<u2")
-    encoded = encode_tile(old, new)
-    assert encoded is not None
-    with pytest.raises(InvalidInputError):
-        decode(listed(encoded, old, new), encoded.body, held)
-    with pytest.raises(InvalidInputError):
-        encode_tile(held, new)
+    made = sent(step("BF16", OLD, NEW))
+    for act in (made.decode, made.apply):
+        with pytest.raises(InvalidInputError, match="t0 tile 0"):
+            act([held])
+    with pytest.raises(InvalidInputError, match="w tile 0"):
+        encode_body([place("BF16", 4)], [held], [NEW], "fast")
+    with pytest.raises(InvalidInputError, match="w tile 0"):
+        encode_body([place("BF16", 4)], [OLD], [held], "fast")
 
 
-def test_raw_bodies_are_views_and_are_proved() -> None:
-    values = np.array([5, 6, 7], dtype="<u2")
-    body = values.tobytes()
-    entry = listed(EncodedTile(encoding="sparse", body=body, changed=3), values, values)
-    raw = TileEntry(0, "raw", 0, 0, 6, 3, None, tile_digest(values))
-    bits = decode_dense(entry, tile_at(entry.spec, 0), raw, memoryview(body))
-    assert bits.tolist() == [5, 6, 7]
-    assert not bits.flags.owndata
-    with pytest.raises(CorruptError, match="w tile 0: post"):
-        decode_dense(entry, tile_at(entry.spec, 0), raw, memoryview(b"\0" * 6))
-    with pytest.raises(CorruptError, match="w tile 0: length"):
-        decode_dense(entry, tile_at(entry.spec, 0), raw, memoryview(body[:4]))
+def test_bits_that_lie_apart_are_the_callers_fault() -> None:
+    made = sent(step("BF16", OLD, NEW))
+    apart = np.repeat(OLD, 2)[::2]
+    for act in (made.decode, made.apply):
+        with pytest.raises(InvalidInputError, match="t0 tile 0: its bits lie apart"):
+            act([apart])
+    for old, new in ((apart, NEW), (NEW, apart)):
+        with pytest.raises(InvalidInputError, match="w tile 0: its bits lie apart"):
+            encode_body([place("BF16", 4)], [old], [new], "fast")
+    assert apart.tobytes() == OLD.tobytes()
+
+
+def test_tiles_of_two_dtypes_never_share_a_body() -> None:
+    """Not even where their elements are as wide: the line is the same, the exponents aren't."""
+    with pytest.raises(InvalidInputError, match="b tile 0 is F16 among tiles of BF16"):
+        encode_body([place("BF16", 4, "a"), place("F16", 4, "b")], [OLD, OLD], [NEW, NEW], "fast")
+
+
+def test_a_body_for_other_tiles_than_listed_is_the_callers_fault() -> None:
+    made = sent(step("BF16", OLD, NEW))
+    with pytest.raises(InvalidInputError, match="2 places and 1 tiles for a body of 1"):
+        decode_body([*made.places, *made.places], made.entry, memoryview(made.body), made.olds)
+    with pytest.raises(InvalidInputError, match="1 places and 2 tiles"):
+        apply_body(made.places, made.entry, memoryview(made.body), [OLD, OLD])
+
+
+def test_another_base_is_told_by_tensor_and_tile_and_left_alone() -> None:
+    made = sent(step("BF16", OLD, NEW))
+    other = OLD[::-1].copy()
+    with pytest.raises(WrongBaseError, match="t0 tile 0"):
+        made.decode([other])
+    with pytest.raises(WrongBaseError, match="t0 tile 0"):
+        made.apply([other])
+    assert other.tobytes() == OLD[::-1].tobytes()
+
+
+def test_memory_follows_the_tile_and_not_the_model() -> None:
+    old = weights(np.random.default_rng(9), "BF16", 2**20)
+    made = sent(step("BF16", old, moved(np.random.default_rng(9), "BF16", old, "neighbours", 0.01)))
+    held = [old.copy()]
+    tracemalloc.start()
+    made.apply(held)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert held[0].tobytes() == made.news[0].tobytes()
+    assert peak < old.nbytes // 2

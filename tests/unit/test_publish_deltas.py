@@ -11,7 +11,7 @@ import torch
 from publish_rig import RUN, Tensors, all_bits, keys, listed, model_folder, restored, stepped, touched, trained, weights
 from safetensors.torch import save_file
 
-from slackwater.checkpoint.changes import Changes, find_changes
+from slackwater.checkpoint.changes import Changes, Watch, find_changes
 from slackwater.checkpoint.codec import Level
 from slackwater.checkpoint.keys import manifest_key
 from slackwater.checkpoint.manifest import encode_manifest
@@ -62,7 +62,7 @@ def published(bucket: MemoryBucket, model: Path, states: list[Tensors], level: L
 def test_a_wan_chain_restores_to_the_bits_with_fewer_bytes_than_a_fast_one(model: Path) -> None:
     states = [layers()]
     for seed in range(2):
-        states.append(stepped(states[-1], seed))
+        states.append(stepped(states[-1], seed, 2e-6))
     fast, wan = MemoryBucket(), MemoryBucket()
     fast_bytes, wan_bytes = published(fast, model, states, "fast"), published(wan, model, states, "wan")
     for version, state in enumerate(states):
@@ -260,8 +260,8 @@ def test_weights_written_while_they_are_encoded_are_refused_before_the_commit(
     tensors["model.layers.0.weight"][0, 0] = 3.0
     puts, commits = bucket.count("put"), bucket.count("put_if_absent")
 
-    def compare_and_step(old: Bits, new: Bits, limit: int | None = None) -> Changes | None:
-        found = find_changes(old, new, limit)
+    def compare_and_step(old: Bits, new: Bits, limit: int, watch: Watch) -> Changes | None:
+        found = find_changes(old, new, limit, watch)
         tensors["model.layers.0.weight"][0, 1] += 1  # the optimizer, between two readings of the same memory
         return found
 

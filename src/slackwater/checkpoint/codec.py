@@ -85,13 +85,14 @@ def encode_body(
         level: How much time to spend for how many bytes.
 
     Raises:
-        InvalidInputError: Dtypes or sizes differ.
+        InvalidInputError: Dtypes or sizes differ, or bits don't lie side by side.
     """
     for place, old, new in zip(places, olds, news, strict=True):
         if place.spec.dtype != places[0].spec.dtype:
             raise InvalidInputError(f"{place} is {place.spec.dtype} among tiles of {places[0].spec.dtype}")
         if not old.dtype == new.dtype == place.spec.bits_dtype or not old.shape == new.shape == (place.tile.count,):
             raise InvalidInputError(f"{place} can't go from {old.dtype} {old.shape} to {new.dtype} {new.shape} here")
+        _check_contiguous(place, old, new)
     compared = _compare(places, olds, news, sum(old.size for old in olds) // _SPARSE_SHARE[level][-1])
     if not compared:
         return None
@@ -248,6 +249,11 @@ def _scatter_all(bits: Bits, changes: Changes) -> int:
     return digest.intdigest()
 
 
+def _check_contiguous(place: Place, *arrays: Bits) -> None:
+    if not all(array.flags.c_contiguous for array in arrays):
+        raise InvalidInputError(f"{place}: its bits lie apart in memory", hint="take them by Tile.take")
+
+
 _Part = Changes | Bits
 """What a body makes of a tile: its changes, or all of its new bits."""
 
@@ -263,6 +269,7 @@ def _check_held(places: Sequence[Place], entry: BodyEntry, body: memoryview, old
             raise InvalidInputError(
                 f"{place} has {place.tile.count} elements of {place.spec.dtype}, not {old.dtype} {old.shape}"
             )
+        _check_contiguous(place, old)
         if place.spec.dtype != places[0].spec.dtype:
             _corrupt(str(place), "dtype", f"{place.spec.dtype} in a body of {places[0].spec.dtype}")
     done = [_is_done(place, tile, old) for place, tile, old in zip(places, entry.tiles, olds, strict=True)]
