@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-unit test-system test-engines check format lock clean help
+.PHONY: demo test test-unit test-system test-engines check bench-codec format lock clean help
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -32,17 +32,20 @@ test-engines: $(READY) ## tests with vLLM, Ray and TRL (none yet in this version
 	@echo "test-engines: this version has the embedded engine alone; make test proves it"
 
 check: $(READY) ## format, lint, strict types, docs, layers
-	$(BIN)/ruff format --check src tests scripts
-	$(BIN)/ruff check src tests scripts
+	$(BIN)/ruff format --check src tests scripts benchmarks
+	$(BIN)/ruff check src tests scripts benchmarks
 	$(BIN)/pyright
 	$(BIN)/pytest -q tests/unit/test_layers.py tests/unit/test_public_api.py tests/unit/test_import_cost.py tests/unit/test_docs.py
 
 bench-demo: $(READY) ## the demo as a benchmark: last line is one JSON object
 	$(BIN)/slackwater demo $(ARGS)
 
+bench-codec: $(READY) ## the codec on real deltas, beside what others ship: last line is one JSON object
+	$(BIN)/python benchmarks/codec.py $(ARGS)
+
 format: $(READY) ## rewrite to the house format
-	$(BIN)/ruff format src tests scripts
-	$(BIN)/ruff check --fix src tests scripts
+	$(BIN)/ruff format src tests scripts benchmarks
+	$(BIN)/ruff check --fix src tests scripts benchmarks
 
 lock: ## write requirements.lock anew from requirements.in (needs pip-tools)
 	$(PYTHON) scripts/lock.py

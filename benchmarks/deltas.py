@@ -31,12 +31,12 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from bounds import Bounds, measure
 from gguf import GGMLQuantizationType, GGUFReader, dequantize
 from platformdirs import user_cache_path
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
+from bounds import Bounds, measure
 from slackwater.checkpoint.tensor import Bits
 from slackwater.errors import CorruptError, NotFoundError
 from slackwater.trainer.recipes.smollm2 import ensure_model, gguf_file, hub_name, rope_halves

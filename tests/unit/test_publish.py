@@ -5,8 +5,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from publish_rig import RUN, all_bits, keys, model_folder, restored, touched, trained, weights
 
 from slackwater.bucket.local import LocalBucket
@@ -23,7 +21,7 @@ from slackwater.errors import (
 )
 from slackwater.ids import RunId, Version
 from slackwater.publish.lineage import find_head, read_manifest
-from slackwater.publish.plan import check_fits, decide, pack
+from slackwater.publish.plan import check_fits, decide
 from slackwater.publish.publisher import Publisher
 from slackwater.publish.restore import restore
 from slackwater.testing.bucket import Fault, FaultyBucket, MemoryBucket
@@ -367,28 +365,6 @@ def test_a_delta_may_lack_tensors() -> None:
     check_fits("delta", {"a": spec}, {})
     with pytest.raises(InvalidInputError):
         check_fits("anchor", {"a": spec}, {})
-
-
-@given(st.lists(st.lists(st.binary(min_size=1, max_size=12), min_size=1, max_size=4), max_size=12), st.integers(1, 20))
-def test_packs_hold_every_body_in_order_and_part_no_batch(batches: list[list[bytes]], limit: int) -> None:
-    packs = pack(batches, limit)
-    bodies = [body for batch in batches for body in batch]
-    places = list(packs.places)
-    assert places == sorted(places)
-    for number, blob in enumerate(packs.blobs):
-        assert blob == b"".join(body for body, place in zip(bodies, places, strict=True) if place == number)
-        assert blob
-    assert sum(map(len, packs.blobs)) == sum(map(len, bodies))
-    for batch in batches:
-        assert len({places.pop(0) for _ in batch}) == 1
-    whole = {b"".join(batch) for batch in batches}
-    assert all(len(blob) <= limit or blob in whole for blob in packs.blobs)
-
-
-def test_a_pack_is_closed_only_by_a_batch_that_does_not_fit() -> None:
-    packs = pack([[b"ab", b"c"], [b"de"], [b"f"], [b"ghijklm"], [b"n"]], limit=5)
-    assert packs.blobs == (b"abcde", b"f", b"ghijklm", b"n")
-    assert packs.places == (0, 0, 0, 1, 2, 3)
 
 
 def test_the_head_hint_is_small_json(model: Path) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 import typer
 
@@ -13,6 +13,7 @@ from slackwater.cli.keys import keys_from
 from slackwater.config.process import GatewaySettings, ReplicaSettings, parse_replicas
 from slackwater.errors import SlackwaterError
 from slackwater.ids import ReplicaId, run_id
+from slackwater.publish.damage import Depth
 from slackwater.telemetry import log
 
 app = typer.Typer(
@@ -29,6 +30,13 @@ BucketUrl = Annotated[str, typer.Option("--bucket", help="s3://bucket/prefix, gs
 RunName = Annotated[str, typer.Option("--run", help="Name of the lineage: one training run.")]
 Host = Annotated[str, typer.Option(help="Address to listen on.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")]
+OptionalBucket = Annotated[
+    str | None, typer.Option("--bucket", help="Bucket in which run/12 is a version and run/3..7 a fold.")
+]
+Threads = Annotated[int, typer.Option(min=1, max=256, help="Tiles worked on at once.")]
+LevelName = Annotated[Literal["fast", "wan"], typer.Option("--level", help="wan: fewer bytes, and more time.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")]
+Top = Annotated[int, typer.Option(min=0, help="Tensors to list; --json lists all.")]
 Supervised = Annotated[bool, typer.Option("--supervised", help="End when standard input ends.", hidden=True)]
 
 
@@ -43,12 +51,149 @@ def publish(
     """Publish a folder as the run's next version: an anchor first, then deltas."""
     Ending.watch()
     log.configure("publish")
+    from slackwater.cli.progress import Bars
     from slackwater.cli.publish import publish_folder
-    from slackwater.cli.show import show_progress, show_published
+    from slackwater.cli.show import show_published
 
-    with show_progress() as progress:
-        published = publish_folder(folder, bucket, run_id(run), step=step, anchor=anchor, progress=progress)
+    with Bars() as bars:
+        published = publish_folder(folder, bucket, run_id(run), step=step, anchor=anchor, progress=bars.tell)
     show_published(published)
+
+
+@app.command()
+def diff(
+    old: Annotated[str, typer.Argument(help="The state before: a model folder, or run/12 with --bucket.")],
+    new: Annotated[str, typer.Argument(help="The state after.")],
+    bucket: OptionalBucket = None,
+    out: Annotated[Path | None, typer.Option(help="Delta folder to make.")] = None,
+    level: LevelName = "fast",
+    partial: Annotated[bool, typer.Option("--partial", help="Tensors that NEW lacks stay as they are.")] = False,
+    threads: Threads = 2,
+    top: Top = 10,
+    as_json: AsJson = False,
+) -> None:
+    """Compare two states: density, bytes, bits per changed element, the tensors that change most."""
+    ending = Ending.watch(grace_s=0)
+    log.configure("diff")
+    from slackwater.cli.attended import attended
+    from slackwater.cli.diff import DiffSettings, diff_states
+    from slackwater.cli.snapshot import Shelf
+    from slackwater.cli.tables import show_summary
+
+    settings = DiffSettings(out=out, level=level, threads=threads, partial=partial)
+    with attended(ending) as work:
+        summary = diff_states(old, new, settings, Shelf(bucket, work, threads), work)
+    show_summary(summary, top, as_json=as_json)
+
+
+@app.command()
+def apply(
+    old: Annotated[str, typer.Argument(help="The state before: a model folder, or run/12 with --bucket.")],
+    delta: Annotated[str, typer.Argument(help="A delta folder, or run/13 or run/12..20 with --bucket.")],
+    bucket: OptionalBucket = None,
+    out: Annotated[Path | None, typer.Option(help="Model folder to make.")] = None,
+    in_place: Annotated[bool, typer.Option("--in-place", help="Change OLD itself, which is a folder.")] = False,
+    threads: Threads = 2,
+) -> None:
+    """Apply a delta: make a new model folder, or change the old one where it lies."""
+    if in_place == (out is not None):
+        raise typer.BadParameter("exactly one of --out and --in-place is needed")
+    ending = Ending.watch(grace_s=0)
+    log.configure("apply")
+    from slackwater.cli.apply import apply_in_place, apply_to_copy
+    from slackwater.cli.attended import attended
+    from slackwater.cli.snapshot import Shelf
+    from slackwater.cli.tables import show_applied
+
+    with attended(ending) as work:
+        shelf = Shelf(bucket, work, threads)
+        if out is None:
+            applied = apply_in_place(Path(old), shelf.delta(delta), threads=threads, work=work)
+        else:
+            applied = apply_to_copy(shelf.state(old), shelf.delta(delta), out, threads=threads, work=work)
+    show_applied(applied)
+
+
+@app.command()
+def fold(
+    names: Annotated[list[str], typer.Argument(help="Deltas in a row, the oldest first; or run/3..7 with --bucket.")],
+    bucket: OptionalBucket = None,
+    base: Annotated[str | None, typer.Option(help="The state that the first delta was made on.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Delta folder to make.")] = None,
+    level: LevelName = "fast",
+    threads: Threads = 2,
+    top: Top = 10,
+    as_json: AsJson = False,
+) -> None:
+    """Make one delta of several: a folder, or run/3..7 in the bucket, beside the run's versions."""
+    ending = Ending.watch(grace_s=0)
+    log.configure("fold")
+    from slackwater.cli.attended import attended
+    from slackwater.cli.diff import DiffSettings
+    from slackwater.cli.fold import fold_folders, fold_in_bucket
+    from slackwater.cli.snapshot import FoldName, Shelf
+    from slackwater.cli.tables import show_summary
+
+    settings = DiffSettings(out=out, level=level, threads=threads)
+    with attended(ending) as work:
+        shelf = Shelf(bucket, work, threads)
+        first = shelf.name(names[0])
+        if isinstance(first, FoldName) and len(names) == 1 and base is None and out is None:
+            summary = fold_in_bucket(first, settings, shelf, work)
+        elif base is not None and out is not None:
+            summary = fold_folders(names, base, settings, shelf, work)
+        else:
+            raise typer.BadParameter("name deltas with --base and --out, or one run/3..7 with --bucket")
+    show_summary(summary, top, as_json=as_json)
+
+
+@app.command(name="inspect")
+def inspect_(
+    snapshot: Annotated[str, typer.Argument(help="A model or delta folder, or run/12 or run/3..7 with --bucket.")],
+    bucket: OptionalBucket = None,
+    base: Annotated[
+        str | None, typer.Option(help="The state before a delta: also tells how far elements move.")
+    ] = None,
+    threads: Threads = 2,
+    top: Top = 10,
+    as_json: AsJson = False,
+) -> None:
+    """Tell what a snapshot holds, from its manifest alone."""
+    ending = Ending.watch(grace_s=0)
+    log.configure("inspect")
+    from slackwater.cli.attended import attended
+    from slackwater.cli.inspect import inspect_snapshot
+    from slackwater.cli.snapshot import Shelf
+    from slackwater.cli.tables import show_summary
+
+    with attended(ending) as work:
+        summary = inspect_snapshot(snapshot, base, threads, Shelf(bucket, work, threads), work)
+    show_summary(summary, top, as_json=as_json)
+
+
+@app.command()
+def verify(
+    snapshot: Annotated[str, typer.Argument(help="A model or delta folder, or run/12 or run/3..7 with --bucket.")],
+    bucket: OptionalBucket = None,
+    depth: Annotated[Depth, typer.Option(help="How much is read.")] = "objects",
+    base: Annotated[
+        str | None, typer.Option(help="The state that a delta folder was made on, for its tensors.")
+    ] = None,
+    threads: Threads = 2,
+    as_json: AsJson = False,
+) -> None:
+    """Check a snapshot and list all damage. Status 0: none; 3 to 8: a status for each class, see docs/errors.md."""
+    ending = Ending.watch(grace_s=0)
+    log.configure("verify")
+    from slackwater.cli.attended import attended
+    from slackwater.cli.snapshot import Shelf
+    from slackwater.cli.tables import show_report
+    from slackwater.cli.verify import status_of, verify_snapshot
+
+    with attended(ending) as work:
+        report = verify_snapshot(snapshot, base, depth, threads=threads, shelf=Shelf(bucket, work, threads), work=work)
+    show_report(snapshot, report, as_json=as_json)
+    raise typer.Exit(status_of(report))
 
 
 @app.command()

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from slackwater.bucket.open import open_bucket
-from slackwater.publish.draft import Progress
+from slackwater.publish.delta import Progress
 from slackwater.publish.publisher import Published, Publisher
 from slackwater.weights.source import FolderSource
 

@@ -1,7 +1,6 @@
-"""What the next version is, whether a source fits it, and how bodies share objects."""
+"""What the next version is, and whether a source fits it."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Final, Literal
 
 import msgspec
@@ -99,28 +98,3 @@ def check_side_files(held: Mapping[str, str], new: Mapping[str, str]) -> None:
                 f"{file} isn't that of this lineage: the same weights would be another model",
                 hint="keep the folder's files as they were, or publish under another run",
             )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Packs:
-    """Bodies laid end to end in blobs."""
-
-    blobs: tuple[bytes, ...]
-    places: tuple[int, ...]
-    """Per body, in order: index of its blob."""
-
-
-def pack(batches: Sequence[Sequence[bytes]], limit: int = BLOB_BYTES) -> Packs:
-    """Lay batches of bodies into blobs of at most ``limit`` bytes, in order; a larger batch gets a blob of its own."""
-    blobs: list[list[bytes]] = []
-    places: list[int] = []
-    size = 0
-    for batch in batches:
-        num_bytes = sum(map(len, batch))
-        if not blobs or size + num_bytes > limit:
-            blobs.append([])
-            size = 0
-        places += [len(blobs) - 1] * len(batch)
-        blobs[-1] += batch
-        size += num_bytes
-    return Packs(blobs=tuple(b"".join(blob) for blob in blobs), places=tuple(places))

@@ -28,7 +28,8 @@ from slackwater.checkpoint.tensor import Bits, TensorSpec
 from slackwater.clock import Clock, SystemClock
 from slackwater.errors import CorruptError, InvalidInputError, LostRaceError, NotFoundError, SlackwaterError
 from slackwater.ids import RunId, StateDigest, Version, run_id
-from slackwater.publish.draft import Draft, Label, Progress, draft_anchor, draft_delta
+from slackwater.publish.delta import Progress
+from slackwater.publish.draft import Draft, Label, draft_anchor, draft_delta
 from slackwater.publish.lineage import HeadHint, find_head, read_manifest
 from slackwater.publish.plan import check_config, check_fits, check_side_files, decide
 from slackwater.publish.restore import Restored, outline, restore

@@ -4,21 +4,20 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Literal
 
 import numpy as np
 
 from slackwater.bucket.base import Get
-from slackwater.checkpoint.chain import plan_path
 from slackwater.checkpoint.codec import Place, apply_body
-from slackwater.checkpoint.digest import object_digest, tile_digest
-from slackwater.checkpoint.manifest import AnchorTensor, Manifest, ObjectRef
+from slackwater.checkpoint.digest import tile_digest
+from slackwater.checkpoint.manifest import AnchorTensor, Manifest
 from slackwater.checkpoint.outline import Outline
 from slackwater.checkpoint.state import StateTable
 from slackwater.checkpoint.tensor import Bits
-from slackwater.errors import CorruptError, InternalError, NotFoundError
+from slackwater.errors import CorruptError
 from slackwater.ids import ObjectDigest, RunId, Version
-from slackwater.publish.lineage import read_manifest
+from slackwater.publish.objects import fetch_object
+from slackwater.publish.path import Reads, along, read_path
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,19 +34,22 @@ class Restored:
     """Every tensor, flat and writable."""
 
 
-def restore(bucket: Get, run: RunId, version: Version) -> Restored:
-    """Rebuild a version from its anchor and deltas; every object and tile is checked on the way.
+def restore(bucket: Reads, run: RunId, version: Version) -> Restored:
+    """Rebuild a version from its anchor, deltas and folds; every object and tile is checked on the way.
 
     Raises:
         NotFoundError: The version isn't committed, or no anchor leads to it.
         CorruptError: A manifest, an object or a tile isn't what its digest says.
     """
-    chain = _chain(bucket, run, version)
-    restored = _restored(chain, {})
-    bits = _load_anchor(bucket, chain[0], StateTable.of_anchor(chain[0]))
-    for manifest in chain[1:]:
-        _apply_delta(bucket, manifest, restored.table.outline, bits)
-    return replace(restored, bits=bits)
+
+    def load(path: list[Manifest]) -> Restored:
+        restored = _restored(path, {})
+        bits = _load_anchor(bucket, path[0], StateTable.of_anchor(path[0]))
+        for manifest in path[1:]:
+            _apply_delta(bucket, manifest, restored.table.outline, bits)
+        return replace(restored, bits=bits)
+
+    return along(bucket, run, version, load)
 
 
 def outline(bucket: Get, run: RunId, version: Version) -> Restored:
@@ -57,25 +59,7 @@ def outline(bucket: Get, run: RunId, version: Version) -> Restored:
         NotFoundError: The version isn't committed, or no anchor leads to it.
         CorruptError: A manifest contradicts itself or its parent.
     """
-    chain = _chain(bucket, run, version)
-    return _restored(chain, {})
-
-
-def _chain(bucket: Get, run: RunId, version: Version) -> list[Manifest]:
-    """The manifests that make ``version``: an anchor, then deltas."""
-    manifests: dict[Version, Manifest] = {}
-
-    def kind_of(wanted: Version) -> Literal["anchor", "delta"] | None:
-        try:
-            manifests[wanted] = read_manifest(bucket, run, wanted)
-        except NotFoundError:
-            return None
-        return manifests[wanted].kind
-
-    path = plan_path(None, version, kind_of)
-    if path.anchor is None:
-        raise InternalError(f"the path to version {version} of {run} begins nowhere")
-    return [manifests[number] for number in (path.anchor, *path.deltas)]
+    return _restored(read_path(bucket, run, version), {})
 
 
 def _restored(chain: Sequence[Manifest], bits: Mapping[str, Bits]) -> Restored:
@@ -99,7 +83,7 @@ def _load_anchor(bucket: Get, manifest: Manifest, table: StateTable) -> dict[str
     for tensor in manifest.tensors:
         by_object[tensor.object].append(tensor)
     for index, tensors in sorted(by_object.items()):
-        body = memoryview(_fetch(bucket, manifest.objects[index]))
+        body = memoryview(fetch_object(bucket, manifest.objects[index]))
         for tensor in tensors:
             bits[tensor.name][:] = np.frombuffer(body, tensor.spec.bits_dtype, tensor.spec.num_elements, tensor.offset)
     for number in range(table.outline.num_tiles):
@@ -112,7 +96,7 @@ def _load_anchor(bucket: Get, manifest: Manifest, table: StateTable) -> dict[str
 def _apply_delta(bucket: Get, manifest: Manifest, outline: Outline, bits: Mapping[str, Bits]) -> None:
     """Apply a delta in place, object by object, so that one object is held at a time."""
     for index, entries in groupby(manifest.listed(), lambda entry: entry.object):
-        pack = memoryview(_fetch(bucket, manifest.objects[index]))
+        pack = memoryview(fetch_object(bucket, manifest.objects[index]))
         for entry in entries:
             places = [Place(spec=s, tile=t) for s, t in (outline.place(tile.number) for tile in entry.tiles)]
             held = [place.tile.take(bits[place.spec.name]) for place in places]
@@ -120,12 +104,3 @@ def _apply_delta(bucket: Get, manifest: Manifest, outline: Outline, bits: Mappin
             for place, tile in zip(places, held, strict=True):
                 if place.tile.rows > 1:  # taken as a copy
                     place.tile.put(bits[place.spec.name], tile)
-
-
-def _fetch(bucket: Get, ref: ObjectRef) -> bytes:
-    body = bucket.get(ref.key, max_bytes=ref.size)
-    if len(body) != ref.size:
-        raise CorruptError(f"{ref.key} has {len(body)} bytes, and its manifest says {ref.size}")
-    if object_digest(body) != ref.sha256:
-        raise CorruptError(f"{ref.key} hasn't the SHA-256 that its manifest says")
-    return body

@@ -118,7 +118,7 @@ def _raise(_entry: BodyEntry, error: SlackwaterError) -> NoReturn:
 
 def apply_delta(
     source: ShardSource, outline: Outline, delta: Delta, *, threads: int, undo: UndoLog | None = None
-) -> Iterator[int]:
+) -> Generator[int]:
     """Apply a delta to a writable source; yields how many of its bodies are done.
 
     Applying is idempotent: tiles that have their new bits stay. One object of the delta is held at a time.

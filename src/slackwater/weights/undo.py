@@ -8,6 +8,7 @@ then the digests tell.
 import struct
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from typing import Final
 
@@ -16,7 +17,7 @@ import numpy as np
 from slackwater.checkpoint.digest import tile_digest
 from slackwater.checkpoint.outline import Outline
 from slackwater.checkpoint.tensor import Bits
-from slackwater.errors import NotFoundError
+from slackwater.errors import SlackwaterError
 from slackwater.weights.source import ShardSource
 
 FOLDER: Final = ".slackwater-undo"
@@ -40,7 +41,7 @@ class UndoLog:
 
     @contextmanager
     def keeping(self, numbers: Sequence[int], held: Sequence[Bits]) -> Generator[None]:
-        """Keep the bits of some tiles within the block; they are forgotten at its end, however it ends but by a kill.
+        """Keep the bits of some tiles within the block. They are forgotten at its end, unless it failed unforeseen.
 
         Args:
             numbers: The tiles, as the outline numbers them.
@@ -57,8 +58,10 @@ class UndoLog:
         part.replace(path)
         try:
             yield
-        finally:
+        except SlackwaterError:  # what raises it leaves tiles as they were
             path.unlink()
+            raise
+        path.unlink()
 
     def put_back(self, source: ShardSource) -> int:
         """Write the bits of every record into a writable source, and forget them; returns how many records there were.
@@ -74,23 +77,28 @@ class UndoLog:
         return len(records)
 
     def close(self) -> None:
-        """Remove the folder of records, which is empty after every end but a kill."""
-        if self._folder.is_dir():
+        """Remove the folder of records, where it is empty."""
+        if self._folder.is_dir() and not any(self._folder.iterdir()):
             self._folder.rmdir()
 
     def _restore(self, source: ShardSource, record: bytes) -> None:
-        try:
-            (count,) = _COUNT.unpack_from(record)
-            words = np.frombuffer(record, "<u8", 2 * count, _COUNT.size)
-            begin, saved = _COUNT.size + words.nbytes, list[tuple[int, Bits]]()
-            for number, digest in zip(words[:count].tolist(), words[count:].tolist(), strict=True):
+        for number, digest, bits in self._read(record):
+            if tile_digest(bits) == digest:
                 spec, tile = self._outline.place(number)
-                bits = np.frombuffer(record, spec.bits_dtype, tile.count, begin)
-                begin += bits.nbytes
-                if tile_digest(bits) == digest:
-                    saved.append((number, bits))
-        except (struct.error, ValueError, NotFoundError):
-            return
-        for number, bits in saved:
-            spec, tile = self._outline.place(number)
-            tile.put(source.bits(spec.name), bits)
+                tile.put(source.bits(spec.name), bits)
+
+    def _read(self, record: bytes) -> list[tuple[int, int, Bits]]:
+        """The tiles of a record, with their digests; none of one that isn't whole."""
+        count = int.from_bytes(record[: _COUNT.size], "little")
+        begin = _COUNT.size * (1 + 2 * count)
+        if count == 0 or len(record) < begin:
+            return []
+        words = np.frombuffer(record, "<u8", 2 * count, _COUNT.size).tolist()
+        if any(number >= self._outline.num_tiles for number in words[:count]):
+            return []
+        places = [self._outline.place(number) for number in words[:count]]
+        ends = list(accumulate((t.count * s.bits_dtype.itemsize for s, t in places), initial=begin))
+        if len(record) != ends[-1]:
+            return []
+        tiles = [np.frombuffer(record, s.bits_dtype, t.count, end) for (s, t), end in zip(places, ends, strict=False)]
+        return list(zip(words[:count], words[count:], tiles, strict=True))

@@ -1,0 +1,80 @@
+"""What the codec's benchmark claims: numbers by name, the targets that they are held to, and the last line's JSON."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final, Literal
+
+AT_MOST: Final[Mapping[str, float]] = MappingProxyType(
+    {
+        "fast_bits_p019": 12.6,
+        "fast_bits_p050": 11.1,
+        "fast_bits_p142": 9.65,
+        "fast_bits_p356": 8.45,
+        "wan_bits_p019": 8.7,
+        "wan_bits_p050": 7.75,
+        "wan_bits_p142": 6.9,
+        "wan_bits_p356": 6.2,
+        "size_vs_xor_zstd": 0.5,
+        "density_worst_size_vs_full": 1.001,
+        "apply_extra_mb": 256,
+    }
+)
+"""Targets of what has to be small."""
+
+AT_LEAST: Final[Mapping[str, float]] = MappingProxyType(
+    {
+        "fast_encode_gbps": 2.0,
+        "fast_decode_gbps": 4.0,
+        "wan_encode_gbps": 0.7,
+        "wan_decode_gbps": 0.7,
+        "encode_vs_xor_zstd": 2.5,
+        "decode_vs_xor_zstd": 3.0,
+        "density_worst_encode_share": 1 / 3,
+        "density_worst_decode_share": 1 / 3,
+    }
+)
+"""Targets of what has to be large."""
+
+_DIGITS: Final = 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claim:
+    """A number that was measured, and what it is held to."""
+
+    name: str
+    value: float
+    target: float | None = None
+    """None where the number is only told."""
+    side: Literal["at most", "at least"] = "at most"
+    """On which side of the target it has to lie."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the target is met; true without one."""
+        if self.target is None:
+            return True
+        return self.value <= self.target if self.side == "at most" else self.value >= self.target
+
+    def entry(self) -> dict[str, str | float | bool]:
+        """The claim as a JSON object's members."""
+        told: dict[str, str | float | bool] = {"name": self.name, "value": _short(self.value)}
+        return told if self.target is None else {**told, "target": _short(self.target), "ok": self.ok}
+
+
+def claim(name: str, value: float) -> Claim:
+    """A claim held to its target of `AT_MOST` or `AT_LEAST`, where it has one."""
+    if name in AT_LEAST:
+        return Claim(name=name, value=value, target=AT_LEAST[name], side="at least")
+    return Claim(name=name, value=value, target=AT_MOST.get(name))
+
+
+def line(bench: str, claims: Sequence[Claim]) -> str:
+    """One JSON object with all claims: a benchmark's last line."""
+    return json.dumps({"bench": bench, "claims": [item.entry() for item in claims]})
+
+
+def _short(value: float) -> float:
+    return value if isinstance(value, int) else float(f"{value:.{_DIGITS}g}")

@@ -1,0 +1,137 @@
+"""Summaries and reports as text: a few lines, and a table of the tensors that change most."""
+
+import sys
+from collections.abc import Iterator, Sequence
+
+import msgspec
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+
+from slackwater.cli.apply import Applied
+from slackwater.cli.summary import ChangeSummary, Summary, TensorSummary
+from slackwater.cli.verify import status_of
+from slackwater.publish.damage import MAX_FINDINGS, Report
+
+_WIDE = 1000
+"""Columns where nobody looks: nothing is cut."""
+
+
+def show_summary(summary: Summary, top: int, *, as_json: bool) -> None:
+    """Print a summary, and its first ``top`` tensors; or all of it as JSON."""
+    if as_json:
+        _write_json(summary)
+        return
+    console = _console()
+    for line in _lines(summary):
+        console.print(line, soft_wrap=True)
+    listed = summary.listed[:top]
+    if listed:
+        console.print()
+        console.print(_tensors(listed, is_delta=summary.change is not None))
+    if len(listed) < len(summary.listed):
+        console.print(f"… and {len(summary.listed) - len(listed)} more tensors")
+
+
+def show_applied(applied: Applied) -> None:
+    """Print one line about an application."""
+    _console().print(
+        f"{applied.folder} is state {applied.state[:12]}: {applied.num_changed:,} elements changed, from "
+        f"{_size(applied.num_bytes)}",
+        soft_wrap=True,
+    )
+
+
+def show_report(name: str, report: Report, *, as_json: bool) -> None:
+    """Print what an audit found: a line each, or JSON."""
+    if as_json:
+        _write_json({"name": name, "status": status_of(report), **msgspec.to_builtins(report)})
+        return
+    console = _console()
+    for finding in report.findings:
+        console.print(f"{finding.damage}: {finding.where}: {finding.what}", soft_wrap=True)
+    found = sum(report.counts.values())
+    if found > MAX_FINDINGS:
+        console.print(f"… and {found - MAX_FINDINGS} more")
+    read = (
+        f"manifests: {report.num_manifests}, objects: {report.num_objects} of {_size(report.num_bytes)}, "
+        f"tiles: {report.num_tiles}"
+    )
+    verdict = "good" if not found else ", ".join(f"{damage}: {count}" for damage, count in report.counts.items())
+    state = f"; state {report.state[:12]}" if report.state else ""
+    console.print(f"{name}: {verdict} (read {read}{state})", soft_wrap=True)
+
+
+def _write_json(value: object) -> None:
+    sys.stdout.write(msgspec.json.encode(value).decode() + "\n")
+
+
+def _console() -> Console:
+    console = Console(highlight=False, markup=False, emoji=False)
+    return console if console.is_terminal else Console(width=_WIDE, highlight=False, markup=False, emoji=False)
+
+
+def _lines(summary: Summary) -> Iterator[str]:
+    is_version = summary.step is not None
+    on = f" on version {summary.parent.version}" if is_version and summary.parent else ""
+    step = f", step {summary.step}" if is_version else ""
+    made = f", made {summary.created_at}" if summary.created_at else ""
+    was_there = ", there already" if summary.is_new is False else ""
+    yield f"{summary.name}: {summary.kind}{on}{step}{made}{was_there}"
+    if summary.state:
+        before = f", made on {summary.parent.state[:12]}" if summary.parent else ""
+        yield f"state     {summary.state[:12]}{before}"
+    dtypes = ", ".join(f"{item.tensors} {dtype}" for dtype, item in summary.dtypes.items())
+    yield f"tensors   {summary.tensors:,} of {summary.elements:,} elements, {_size(summary.bytes)}: {dtypes or 'none'}"
+    if summary.change is not None:
+        yield from _change_lines(summary.change)
+    if summary.object_bytes is not None and summary.manifest_bytes is not None:
+        manifest = f"manifest {_size(summary.manifest_bytes)}"
+        yield f"objects   {len(summary.objects)} of {_size(summary.object_bytes)}, {manifest}"
+    if summary.quantizers:
+        yield f"quantised by {', '.join(summary.quantizers)}"
+    if summary.files:
+        yield f"files     {', '.join(sorted(summary.files))}"
+    if summary.other_files:
+        yield f"differs   {', '.join(summary.other_files)}: a delta carries tensors alone"
+
+
+def _change_lines(change: ChangeSummary) -> Iterator[str]:
+    yield (
+        f"changed   {change.elements:,} elements, {change.density:.3%}: in {change.tensors:,} tensors, "
+        f"{change.groups:,} groups, {change.tiles:,} tiles"
+    )
+    encodings = ", ".join(f"{item.bodies:,} {name}" for name, item in change.encodings.items() if item.bodies)
+    yield (
+        f"bodies    {_size(change.body_bytes)}, {change.bits_per_element:.2f} bits per changed element: "
+        f"{encodings or 'none'}, {change.bundles:,} of several tiles"
+    )
+
+
+def _tensors(listed: Sequence[TensorSummary], *, is_delta: bool) -> Table:
+    has_distance = any(item.distance is not None for item in listed)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("tensor", overflow="fold")
+    for name in ("dtype", "shape"):
+        table.add_column(name)
+    for name in [
+        *(("changed", "of", "density") if is_delta else ("elements",)),
+        *(["distance"] if has_distance else []),
+    ]:
+        table.add_column(name, justify="right")
+    if any(item.sum is not None for item in listed):
+        table.add_column("element sum")
+    for item in listed:
+        table.add_row(*_row(item, is_delta=is_delta, has_distance=has_distance))
+    return table
+
+
+def _row(item: TensorSummary, *, is_delta: bool, has_distance: bool) -> list[str]:
+    shape = "×".join(map(str, item.shape)) or "scalar"
+    counts = [f"{item.changed:,}", f"{item.elements:,}", f"{item.density:.3%}"] if is_delta else [f"{item.elements:,}"]
+    moved = [f"{item.distance or 0:,}"] if has_distance else []
+    return [item.name, item.dtype, shape, *counts, *moved, *([item.sum] if item.sum else [])]
+
+
+def _size(num_bytes: int) -> str:
+    return decimal(num_bytes, precision=2)

@@ -1,0 +1,173 @@
+"""What is damaged of a snapshot: its manifests, its objects, its tensors. It is only read, and all of it is."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from slackwater.bucket.base import Get
+from slackwater.checkpoint.keys import fold_key, manifest_key
+from slackwater.checkpoint.manifest import Manifest
+from slackwater.checkpoint.outline import Outline
+from slackwater.checkpoint.state import StateTable
+from slackwater.errors import InvalidInputError, WrongBaseError
+from slackwater.ids import RunId, Version
+from slackwater.publish.damage import Depth, Report
+from slackwater.publish.delta import Progress
+from slackwater.publish.lineage import read_manifest
+from slackwater.publish.objects import fetch_object
+from slackwater.publish.path import read_fold
+from slackwater.publish.proof import Rebuilding, Step, prove_objects
+from slackwater.weights.delta_folder import MANIFEST_FILE, DeltaFolder
+from slackwater.weights.diff import hash_source
+from slackwater.weights.patch import Delta, copy_folder, folder_bytes
+from slackwater.weights.source import FolderSource
+from slackwater.weights.watched import Watched
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Auditor:
+    """How audits are made."""
+
+    depth: Depth
+    scratch: Path
+    """An empty folder: at the depth ``tensors`` the snapshot is rebuilt in it."""
+    threads: int
+    progress: Progress
+    """Told the stages ``manifests``, ``copy`` and ``objects`` in bytes, ``tensors`` in tiles."""
+
+    def version(self, bucket: Get, run: RunId, version: Version) -> Report:
+        """Check a version, down to its anchor."""
+        report = Report(depth=self.depth)
+        with report.until_unavailable(manifest_key(run, version)):
+            steps, is_whole = self._walk(report, bucket, run, version)
+            self._check(report, bucket, steps, is_whole=is_whole)
+        return report
+
+    def fold(self, bucket: Get, run: RunId, start: Version, end: Version) -> Report:
+        """Check a fold, and the version that it is made on down to its anchor."""
+        report = Report(depth=self.depth)
+        key = fold_key(run, start, end)
+        with report.until_unavailable(key):
+            steps, is_whole = self._walk(report, bucket, run, start)
+            fold = report.attempt("manifest", key, lambda: read_fold(bucket, run, start, end))
+            last = report.attempt("manifest", manifest_key(run, end), lambda: read_manifest(bucket, run, end))
+            if fold is not None:
+                report.num_manifests += 1
+                steps.append(_step(bucket, key, fold))
+            if fold is not None and last is not None and fold.state != last.state:
+                report.note("lineage", key, f"it makes state {fold.state[:12]}, and version {end} is {last.state[:12]}")
+            self._check(report, bucket, steps, is_whole=is_whole and fold is not None)
+        return report
+
+    def delta(self, path: Path, base: FolderSource | None) -> Report:
+        """Check a delta folder.
+
+        Args:
+            path: The folder.
+            base: The model that it was made on; the depth ``tensors`` needs it.
+
+        Raises:
+            InvalidInputError: It is needed and missing.
+        """
+        if self.depth == "tensors" and base is None:
+            raise InvalidInputError(f"without its base no tensor of {path} can be made", hint="name it with --base")
+        report = Report(depth=self.depth)
+        with report.noting("manifest", MANIFEST_FILE):
+            folder = DeltaFolder(path)
+            report.num_manifests += 1
+            steps = [Step(key=MANIFEST_FILE, delta=Delta(manifest=folder.manifest, pack=folder.pack))]
+            if base is None or self.depth != "tensors":
+                self._check(report, None, steps, is_whole=False)
+            else:
+                self._copy(base)
+                self._check(report, None, steps, is_whole=True, table=self._read(base))
+        return report
+
+    def folder(self, path: Path) -> Report:
+        """Check a model folder: its files' headers, and with more depth all its tensors, which gives its state."""
+        report = Report(depth=self.depth)
+        with report.noting("object", str(path)):
+            source = FolderSource(path)
+            report.num_objects = len(source.shards)
+            report.num_bytes = Outline(source.specs().values()).num_bytes
+            if self.depth != "manifest":
+                table = self._read(source)
+                report.num_tiles, report.state = table.outline.num_tiles, table.digest
+        return report
+
+    def _walk(self, report: Report, bucket: Get, run: RunId, version: Version) -> tuple[list[Step], bool]:
+        """Read manifests downwards to an anchor; returns those that can be read, and whether these are all."""
+        steps: list[Step] = []
+        is_whole = True
+        for number in map(Version, range(version, -1, -1)):
+            key = manifest_key(run, number)
+            manifest = report.attempt("manifest", key, partial(read_manifest, bucket, run, number))
+            if manifest is not None:
+                report.num_manifests += 1
+                steps.append(_step(bucket, key, manifest))
+            self.progress("manifests", version - number + 1, version + 1)
+            if manifest is not None and manifest.kind == "anchor":
+                return steps[::-1], is_whole
+            is_whole = is_whole and manifest is not None
+            if number == version and report.counts["missing"]:
+                return [], False  # no such version: those below it are not its own
+        report.note("missing", manifest_key(run, Version(0)), f"no anchor leads to version {version} of {run}")
+        return steps[::-1], False
+
+    def _check(
+        self,
+        report: Report,
+        bucket: Get | None,
+        steps: Sequence[Step],
+        *,
+        is_whole: bool,
+        table: StateTable | None = None,
+    ) -> None:
+        table = _follow(report, steps, table)
+        report.state = steps[-1].manifest.state if steps else None
+        if self.depth == "manifest":
+            return
+        rebuilding = None
+        if self.depth == "tensors" and is_whole and table is not None:
+            rebuilding = Rebuilding(report, self.scratch, table.outline, self.threads)
+            if bucket is None:
+                rebuilding.open()
+        prove_objects(report, bucket, steps, rebuilding, self.progress)
+        if rebuilding is not None and table is not None and report.is_rebuildable:
+            rebuilding.compare(table, self.progress)
+
+    def _read(self, source: FolderSource) -> StateTable:
+        return hash_source(Watched(source, partial(self.progress, "read")), threads=self.threads)
+
+    def _copy(self, base: FolderSource) -> None:
+        total = folder_bytes(base)
+        for done in copy_folder(base, self.scratch):
+            self.progress("copy", done, total)
+
+
+def _step(bucket: Get, key: str, manifest: Manifest) -> Step:
+    return Step(key=key, delta=Delta(manifest=manifest, pack=lambda ref: memoryview(fetch_object(bucket, ref))))
+
+
+def _follow(report: Report, steps: Sequence[Step], table: StateTable | None) -> StateTable | None:
+    """Follow the manifests with a table, and where that is broken, at least compare each with the one before."""
+    before: Manifest | None = None
+    for step in steps:
+        manifest = step.manifest
+        after = report.attempt("manifest", step.key, partial(_after, table, before, manifest))
+        table, before = after, manifest
+    return table
+
+
+def _after(table: StateTable | None, before: Manifest | None, manifest: Manifest) -> StateTable | None:
+    parent = manifest.parent
+    if parent is None:
+        return StateTable.of_anchor(manifest)
+    if before is not None and parent.version != before.version:
+        return None  # one between them can't be read
+    if table is not None:
+        return table.after(manifest)
+    if before is not None and parent.state != before.state:
+        raise WrongBaseError(f"it was made on {parent.state[:12]}, and version {before.version} is {before.state[:12]}")
+    return None

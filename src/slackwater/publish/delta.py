@@ -1,0 +1,178 @@
+"""A delta encoded as a stream: packs leave as they fill, and what a manifest says of them stays."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from slackwater.checkpoint.codec import EncodedBody, EncodedTile, Level
+from slackwater.checkpoint.columns import to_column
+from slackwater.checkpoint.digest import object_digest
+from slackwater.checkpoint.keys import blob_key
+from slackwater.checkpoint.manifest import ENCODINGS, Bodies, ObjectRef, Tiles
+from slackwater.checkpoint.state import StateTable
+from slackwater.checkpoint.tensor import Bits
+from slackwater.errors import CorruptError
+from slackwater.ids import RunId
+from slackwater.publish.plan import BLOB_BYTES
+from slackwater.weights.diff import diff
+from slackwater.weights.source import TensorSource
+
+Progress = Callable[[str, int, int], None]
+"""Told the stage, how much is done, and of how much."""
+
+PutObject = Callable[[ObjectRef, bytes], None]
+"""Takes an object of a delta."""
+
+_LETTERS: Final = {encoding: letter for letter, encoding in ENCODINGS.items()}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Encoded:
+    """A delta's part of its manifest."""
+
+    objects: tuple[ObjectRef, ...]
+    bodies: Bodies
+    tiles: Tiles
+    table: StateTable
+    """The state after it."""
+
+
+def bits_of(source: TensorSource) -> Mapping[str, Bits]:
+    """Every tensor of a source: what `encode_delta` takes for a baseline."""
+    return {name: source.bits(name) for name in source.specs()}
+
+
+def encode_delta(
+    run: RunId,
+    source: TensorSource,
+    held: StateTable,
+    baseline: Mapping[str, Bits],
+    *,
+    level: Level,
+    threads: int,
+    put: PutObject,
+    progress: Progress,
+) -> Encoded:
+    """Encode what leads from ``held``, whose bits are ``baseline``, to ``source``. Tensors that it lacks stay.
+
+    Holds one pack at a time, and a few bodies for each thread.
+
+    Args:
+        run: Under which the objects' keys lie.
+        source: The state after.
+        held: The state before; it has all of the source's tensors with equal specs.
+        baseline: Its bits.
+        level: How much time to spend for how many bytes.
+        threads: Bodies encoded at once.
+        put: Takes each object once its bytes are known.
+        progress: Told the stage ``encode`` in bytes.
+
+    Raises:
+        CorruptError: The baseline isn't what ``held`` says.
+        InvalidInputError: The source was written meanwhile.
+    """
+    total = sum(spec.num_bytes for spec in source.specs().values())
+    packs, listed = Packer(run, put), _Listed()
+    done = 0
+    for batch, bodies in diff(source, held.outline, baseline, level=level, threads=threads):
+        done += sum(tile.count * spec.bits_dtype.itemsize for b in batch for spec, tile in map(held.outline.place, b))
+        progress("encode", done, total)
+        if bodies:
+            listed.add(held, packs.add([body.body for body in bodies]), bodies)
+    table = listed.table(held)
+    return Encoded(objects=packs.close(), bodies=listed.bodies(), tiles=listed.tiles(table), table=table)
+
+
+class Packer:
+    """Lays batches of bodies end to end, in order; a pack leaves once the next batch doesn't fit.
+
+    Args:
+        run: Under which the packs' keys lie.
+        put: Takes each pack.
+        limit: Most bytes of a pack; a larger batch gets one of its own.
+    """
+
+    def __init__(self, run: RunId, put: PutObject, limit: int = BLOB_BYTES) -> None:
+        self._run = run
+        self._put = put
+        self._limit = limit
+        self._refs: list[ObjectRef] = []
+        self._open: list[bytes] = []
+        self._size = 0
+
+    def add(self, batch: Sequence[bytes]) -> int:
+        """Take a batch; returns the index of its pack."""
+        size = sum(map(len, batch))
+        if self._size + size > self._limit:
+            self._flush()
+        self._open += batch
+        self._size += size
+        return len(self._refs)
+
+    def close(self) -> tuple[ObjectRef, ...]:
+        """Let the last pack go; returns all of them."""
+        self._flush()
+        return tuple(self._refs)
+
+    def _flush(self) -> None:
+        if not self._open:
+            return
+        body = b"".join(self._open)
+        digest = object_digest(body)
+        ref = ObjectRef(key=blob_key(self._run, digest), size=len(body), sha256=digest)
+        self._put(ref, body)
+        self._refs.append(ref)
+        self._open, self._size = [], 0
+
+
+class _Listed:
+    """What bodies and tiles there are, without their bytes."""
+
+    def __init__(self) -> None:
+        self._objects: list[int] = []
+        self._lengths: list[int] = []
+        self._letters: list[str] = []
+        self._counts: list[int] = []
+        self._tiles: list[tuple[int, EncodedTile]] = []
+
+    def add(self, held: StateTable, item: int, bodies: Sequence[EncodedBody]) -> None:
+        for body in bodies:
+            self._objects.append(item)
+            self._lengths.append(len(body.body))
+            self._letters.append(_LETTERS[body.encoding])
+            self._counts.append(len(body.tiles))
+            for tile in body.tiles:
+                self._tiles.append((held.outline.number(tile.place.spec.name, tile.place.tile.index), tile))
+
+    def table(self, held: StateTable) -> StateTable:
+        tiles, sums = held.tiles.copy(), held.sums.copy()
+        for number, tile in self._tiles:
+            if tile.pre != int(tiles[number]):
+                raise CorruptError(
+                    f"{tile.place} of the baseline isn't what its state says: its memory was written",
+                    hint="compare again; a publisher that is opened again rebuilds its baseline from the bucket",
+                )
+            tiles[number] = tile.post
+            tensor = held.outline.tensor_of(number)
+            sums[tensor] = (int(sums[tensor]) + tile.sum_change) % (1 << 64)
+        return StateTable(outline=held.outline, tiles=tiles, sums=sums)
+
+    def bodies(self) -> Bodies:
+        return Bodies(
+            object=tuple(self._objects),
+            length=tuple(self._lengths),
+            encoding="".join(self._letters),
+            tiles=tuple(self._counts),
+        )
+
+    def tiles(self, table: StateTable) -> Tiles:
+        pairs = [digest for _, tile in self._tiles for digest in (tile.pre, tile.post)]
+        tensors = sorted({table.outline.tensor_of(number) for number, _ in self._tiles})
+        return Tiles(
+            number=tuple(number for number, _ in self._tiles),
+            changed=tuple(tile.changed for _, tile in self._tiles),
+            digests=to_column(np.array(pairs, dtype=np.uint64)),
+            sums=to_column(table.sums[tensors] if tensors else np.empty(0, dtype=np.uint64)),
+        )
