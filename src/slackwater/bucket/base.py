@@ -11,7 +11,7 @@ within the deadline), NotFoundError for a bucket that does not exist.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,6 +21,16 @@ class ObjectInfo:
     key: str
     size: int
     """Bytes."""
+    modified_s: float | None = None
+    """When it was written, in seconds since the epoch by the store's clock, to a second; None where it isn't told."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tag:
+    """What tells one write of an object from every other; a store uses one of both, or both. Opaque."""
+
+    e_tag: str | None = None
+    version: str | None = None
 
 
 class Get(Protocol):
@@ -75,9 +85,64 @@ class List(Protocol):
 
 
 class Bucket(Get, Put, PutIfAbsent, List, Protocol):
-    """All verbs. Deleting is not one of them: only garbage collection may, through a seam of its own."""
+    """What publishers and readers need. Deleting is no part of it: only garbage collection may, through `Delete`."""
 
     @property
     def url(self) -> str:
         """What the user wrote, without secrets: for messages."""
+        ...
+
+
+@runtime_checkable
+class Delete(Protocol):
+    """Delete objects: for garbage collection and the self-test alone. The key's rights may well exclude it."""
+
+    def delete(self, key: str) -> None:
+        """Delete the object; one that is absent is no error. What the store keeps of old versions stays.
+
+        Raises:
+            AuthError: The credentials may not delete.
+        """
+        ...
+
+
+@runtime_checkable
+class Swap(Protocol):
+    """Compare and swap, where a store has it. Nothing rests on it: the commit is `PutIfAbsent` everywhere."""
+
+    def tag(self, key: str) -> Tag:
+        """What identifies the object as it is now.
+
+        Raises:
+            NotFoundError: No such object.
+        """
+        ...
+
+    def swap(self, key: str, body: bytes, expected: Tag) -> bool:
+        """Replace the object if it is still the one that ``expected`` was read from.
+
+        True: this call replaced it. False: it is another one by now or is gone; or an earlier attempt of this very
+        call replaced it and its answer was lost.
+
+        Raises:
+            UnsupportedError: The store can't.
+        """
+        ...
+
+
+@runtime_checkable
+class Upload(Protocol):
+    """Uploads in parts, for the self-test: `Put.put` makes them where a body is large."""
+
+    @property
+    def part_bytes(self) -> int:
+        """Bodies of more bytes are uploaded in parts."""
+        ...
+
+    def abandon(self, key: str) -> None:
+        """Begin an upload in parts, and abort it. The object stays what it was.
+
+        Raises:
+            AuthError: The credentials may not abort: what broken uploads leave stays, invisible and charged for.
+        """
         ...

@@ -29,9 +29,12 @@ def _sign(pattern: str, error: type[SlackwaterError], says: str, hint: str = "")
     return _Sign(re.compile(pattern), error, says, hint)
 
 
+_NO_BUCKET: Final = r"NoSuchBucket|ContainerNotFound|ContainerBeingDeleted|specified bucket does not exist"
+_NOT_THE_STORE: Final = r"invalid list response|invalid multipart response|ETag Header missing"
+
 _SIGNS: Final = (
     _sign(
-        r"NoSuchBucket|ContainerNotFound|ContainerBeingDeleted|specified bucket does not exist",
+        _NO_BUCKET,
         NotFoundError,
         "no such bucket",
         "create the bucket, or check its name, the region and the endpoint",
@@ -49,13 +52,22 @@ _SIGNS: Final = (
         "set the store's environment variables, see docs/buckets.md",
     ),
     _sign(
-        r"ExpiredToken|InvalidToken|InvalidAccessKeyId|SignatureDoesNotMatch|status code: 40[13]\b",
+        r"ExpiredToken|InvalidToken|InvalidAccessKeyId|SignatureDoesNotMatch|AccessDenied|status code: 40[13]\b",
         AuthError,
         "the store refused the credentials",
-        "check the key, its expiry and its rights: list, get and put",
+        "check the key, its expiry and its rights: list, get, put and abort of uploads",
     ),
     _sign(
-        r"status code: 416\b|NotPartial|UnexpectedRange|Content-Length Header missing",
+        _NOT_THE_STORE,
+        UnavailableError,
+        "something else answered in the store's place",
+        "check the endpoint, and for a proxy or a sign-in page on the way",
+    ),
+    _sign(
+        r"NoSuchUpload|RequestTimeout\b", UnavailableError, "the store broke the upload off", "it is tried again later"
+    ),
+    _sign(
+        r"status code: 416\b|NotPartial|UnexpectedRange|InvalidRangeRequest|Content-Length Header missing",
         CorruptError,
         "the answer is not the range that was asked for",
     ),
@@ -70,6 +82,12 @@ _SIGNS: Final = (
     _sign(r"status code: (400|411|413)\b", InvalidInputError, "the store refused the request"),
 )
 
+_MAY_PASS: Final = re.compile(rf"NoSuchUpload|RequestTimeout\b|response body error|{_NOT_THE_STORE}")
+_UNANSWERED: Final = re.compile(r"error sending request|timed out")
+_REPEATED: Final = re.compile(r"after \d+ retries")
+_OUTDATED: Final = re.compile(
+    r"ExpiredToken|TokenRefreshRequired|RequestTimeTooSkewed|RequestExpired|AuthenticationFailed|status code: 401\b"
+)
 _STATUS: Final = re.compile(r"status code: (\d{3})")
 _DETAIL: Final = re.compile(
     r"<Code>([^<]{1,60})</Code>|status code: (\d{3} [A-Za-z ]{1,40})|(HTTP error: [a-z ]{1,60})"
@@ -96,6 +114,33 @@ def translate(error: Exception, where: str) -> SlackwaterError:
     if isinstance(error, exceptions.NotSupportedError):
         return UnsupportedError(f"the store can't do this: {where}")
     return UnavailableError(f"the store did not answer in time: {where}{_detail(text)}", hint="it is tried again later")
+
+
+def may_pass(error: Exception) -> bool:
+    """Whether a call that ended so may well succeed if it is made anew, and obstore itself didn't repeat it.
+
+    It repeats 429, 5xx and broken connections. It does not repeat a conditional write without an answer (here that
+    is safe: `slackwater.bucket.base.PutIfAbsent` tells apart nothing that a lost answer could blur), an upload whose
+    parts the store forgot, a page of a listing that was cut or is none, nor a body that was cut and whose object was
+    replaced before it could go on.
+    """
+    text = str(error)
+    if _MAY_PASS.search(text):
+        return True
+    return bool(_UNANSWERED.search(text)) and not _REPEATED.search(text)
+
+
+def is_outdated(error: Exception) -> bool:
+    """Whether the store found a signature or token out of date: a new one may do.
+
+    Repeats within obstore keep their signature; credentials of a role are read again for a new one.
+    """
+    return bool(_OUTDATED.search(str(error)))
+
+
+def is_missing_bucket(error: Exception) -> bool:
+    """Whether it is the bucket that isn't there, and not an object."""
+    return bool(re.search(_NO_BUCKET, str(error)))
 
 
 def status(error: Exception) -> int | None:

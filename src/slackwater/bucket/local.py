@@ -5,6 +5,7 @@ and takes its name in one step: a crash at any point leaves the old object or th
 hidden file.
 """
 
+import contextlib
 import errno
 import os
 import secrets
@@ -18,6 +19,7 @@ from slackwater.bucket.key import check_key, check_prefix, check_range
 from slackwater.errors import (
     AuthError,
     CorruptError,
+    InvalidInputError,
     NotFoundError,
     SlackwaterError,
     UnavailableError,
@@ -38,14 +40,17 @@ class LocalBucket:
         create: Make the directory where it doesn't exist.
 
     Raises:
+        InvalidInputError: ``root`` is a file.
         AuthError: ``create`` and the directory may not be made.
     """
 
     def __init__(self, root: Path | str, *, create: bool = False) -> None:
         self._root = Path(root).absolute()
+        if self._root.is_file():
+            raise InvalidInputError(f"{self._root} is a file, no bucket", hint="name a directory")
         if create:
             with self._mapped(""):
-                self._root.mkdir(parents=True, exist_ok=True)
+                self._make_folder(self._root)
 
     @property
     def url(self) -> str:
@@ -93,15 +98,31 @@ class LocalBucket:
         """See `slackwater.bucket.base.List.list`."""
         return self._walk(check_prefix(prefix))
 
+    def delete(self, key: str) -> None:
+        """See `slackwater.bucket.base.Delete.delete`."""
+        path = self._path(key)
+        with self._mapped(key):
+            self._require_root()
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
+                path.unlink()
+                flush_folder(path.parent)
+
     def _walk(self, prefix: str) -> Iterator[ObjectInfo]:
         with self._mapped(prefix):
             self._require_root()
-            for folder, folders, names in os.walk(self._root / prefix):
+            for folder, folders, names in os.walk(self._root / prefix, onerror=_unless_gone):
                 folders[:] = [name for name in folders if not name.startswith(".")]
-                for name in names:
-                    if not name.startswith("."):
-                        path = Path(folder, name)
-                        yield ObjectInfo(key=path.relative_to(self._root).as_posix(), size=path.stat().st_size)
+                for path in (Path(folder, name) for name in names if not name.startswith(".")):
+                    if info := self._info(path):
+                        yield info
+
+    def _info(self, path: Path) -> ObjectInfo | None:
+        try:
+            found = path.stat()
+        except FileNotFoundError:  # deleted since
+            return None
+        key = path.relative_to(self._root).as_posix()
+        return ObjectInfo(key=key, size=found.st_size, modified_s=found.st_mtime)
 
     def _path(self, key: str) -> Path:
         return self._root / check_key(key)
@@ -183,6 +204,12 @@ class LocalBucket:
             f"{path.as_uri()} would be a file and a folder at once",
             hint="choose another key, or an object store",
         )
+
+
+def _unless_gone(error: OSError) -> None:
+    """A folder that can't be read must not look empty to who decides by a listing."""
+    if error.errno not in _ABSENT:
+        raise error
 
 
 def flush_folder(folder: Path) -> None:

@@ -8,6 +8,7 @@ from urllib.parse import unquote, urlsplit
 from slackwater.bucket.base import Bucket, List
 from slackwater.bucket.key import check_prefix
 from slackwater.bucket.local import LocalBucket
+from slackwater.bucket.patience import PATIENT, Patience
 from slackwater.errors import InvalidInputError
 
 _CLOUDS: Final = ("s3", "gs", "az")
@@ -15,13 +16,14 @@ _BUCKET_NAME: Final = re.compile(r"[a-z0-9][a-z0-9._-]{1,221}")
 _LONGEST_URL: Final = 1024
 
 
-def open_bucket(url: str, *, create: bool = False) -> Bucket:
+def open_bucket(url: str, *, create: bool = False, patience: Patience = PATIENT) -> Bucket:
     """Open a bucket. Nothing is sent yet: `probe` asks whether it is there.
 
     Args:
         url: A path, ``file:///path``, ``s3://bucket/prefix``, ``gs://bucket/prefix`` or ``az://container/prefix``.
             Credentials and endpoints come from the environment, never from the URL.
         create: Make a missing directory. Object stores' buckets are never made.
+        patience: Time-outs and retries of an object store.
 
     Raises:
         InvalidInputError: The URL is none of these.
@@ -33,7 +35,7 @@ def open_bucket(url: str, *, create: bool = False) -> Bucket:
         return _local(Path(url).expanduser(), create=create)
     if url.startswith("file://"):
         return _local(_file_path(url), create=create)
-    return _cloud(url)
+    return _cloud(url, patience)
 
 
 def probe(bucket: List) -> None:
@@ -61,7 +63,7 @@ def _file_path(url: str) -> Path:
     return Path(path)
 
 
-def _cloud(url: str) -> Bucket:
+def _cloud(url: str, patience: Patience) -> Bucket:
     parts = urlsplit(url)
     if parts.scheme not in _CLOUDS:
         raise InvalidInputError(
@@ -77,4 +79,4 @@ def _cloud(url: str) -> Bucket:
     check_prefix(parts.path.removeprefix("/"))
     from slackwater.bucket.cloud import CloudBucket  # noqa: PLC0415 (obstore loads only where a cloud is used)
 
-    return CloudBucket(url)
+    return CloudBucket(url, patience=patience)

@@ -16,6 +16,7 @@ from slackwater.checkpoint.jit import kernel, ones, trailing_zeros
 from slackwater.checkpoint.tensor import Bits, Words
 
 _BLOCK: Final = 64
+_SAMPLES: Final = 64
 STRETCH: Final = 1 << 19
 """Elements that are compared at a time: two stretches of them fit into a core's own cache."""
 _ONE: Final = np.uint64(1)
@@ -67,6 +68,14 @@ def find_changes(old: Bits, new: Bits, limit: int | None = None, watch: Watch | 
             found.append(room.scan(before, after, begin))
             count += found[-1].count
     return None if limit is not None and count > limit else _joined(found)
+
+
+def sampled_share(old: Bits, new: Bits) -> float:
+    """About which share of a tile changes, from some blocks of it: enough to choose how to look at the rest."""
+    whole = old.size - old.size % _BLOCK
+    step = max(1, whole // _BLOCK // _SAMPLES)
+    before, after = (bits[:whole].reshape(-1, _BLOCK)[::step] for bits in (old, new))
+    return np.count_nonzero(before != after) / max(before.size, 1)
 
 
 def _joined(parts: list[Changes]) -> Changes:

@@ -13,10 +13,10 @@ from typing import Final, Literal, NoReturn
 import numpy as np
 import xxhash
 
-from slackwater.checkpoint.changes import STRETCH, Changes, find_changes, scatter
+from slackwater.checkpoint.changes import STRETCH, Changes, find_changes, sampled_share, scatter
 from slackwater.checkpoint.dense import decode_dense, encode_dense
 from slackwater.checkpoint.digest import tile_digest
-from slackwater.checkpoint.element_sum import element_sum, seed_of, sum_change
+from slackwater.checkpoint.element_sum import compare_all, seed_of, sum_change
 from slackwater.checkpoint.manifest import BodyEntry, Encoding, TileEntry
 from slackwater.checkpoint.sparse import contexts_of, decode_sparse, encode_sparse
 from slackwater.checkpoint.tensor import Bits, TensorSpec, Tile, TileWrite
@@ -35,6 +35,9 @@ _DENSE_ELEMENTS: Final = 4
 _SPARSE_SHARE: Final[dict[Level, tuple[int, ...]]] = {"fast": (12,), "wan": (12, 6)}
 """Above one changed element in so many a sparse body takes more than three times as long as at 1.4 %: ``wan`` first
 takes one context, and at last both take bodies whose time doesn't depend on what changes."""
+
+_SURELY: Final = 1.5
+"""How far a sample has to be above that share for the changes not to be looked for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +96,7 @@ def encode_body(
         if not old.dtype == new.dtype == place.spec.bits_dtype or not old.shape == new.shape == (place.tile.count,):
             raise InvalidInputError(f"{place} can't go from {old.dtype} {old.shape} to {new.dtype} {new.shape} here")
         _check_contiguous(place, old, new)
-    compared = _compare(places, olds, news, sum(old.size for old in olds) // _SPARSE_SHARE[level][-1])
+    compared = _compare(places, olds, news, _SPARSE_SHARE[level][-1])
     if not compared:
         return None
     encoding, body = _shortest(places[0].spec.dtype, compared, level)
@@ -113,20 +116,23 @@ class _Compared:
     post: int
 
 
-def _compare(places: Sequence[Place], olds: Sequence[Bits], news: Sequence[Bits], limit: int) -> list[_Compared]:
-    result: list[_Compared] = []
-    for place, old, new in zip(places, olds, news, strict=True):
-        pre, post = xxhash.xxh3_64(), xxhash.xxh3_64()
+def _compare(places: Sequence[Place], olds: Sequence[Bits], news: Sequence[Bits], most: int) -> list[_Compared]:
+    limit = max(1, sum(old.size for old in olds) // most)
+    tiles = (_compare_tile(*tile, most, limit) for tile in zip(places, olds, news, strict=True))
+    return [tile for tile in tiles if tile.changes is None or tile.changes.count]
 
-        def watch(before: Bits, after: Bits, pre: xxhash.xxh3_64 = pre, post: xxhash.xxh3_64 = post) -> None:
-            pre.update(before.data)
-            post.update(after.data)
 
-        changes = find_changes(old, new, max(limit, 1), watch)
-        if changes is None or changes.count:
-            digests = pre.intdigest(), post.intdigest()
-            result.append(_Compared(place=place, old=old, new=new, changes=changes, pre=digests[0], post=digests[1]))
-    return result
+def _compare_tile(place: Place, old: Bits, new: Bits, most: int, limit: int) -> _Compared:
+    if sampled_share(old, new) * most > _SURELY:
+        return _Compared(place=place, old=old, new=new, changes=None, pre=tile_digest(old), post=tile_digest(new))
+    pre, post = xxhash.xxh3_64(), xxhash.xxh3_64()
+
+    def watch(before: Bits, after: Bits) -> None:
+        pre.update(before.data)
+        post.update(after.data)
+
+    changes = find_changes(old, new, limit, watch)
+    return _Compared(place=place, old=old, new=new, changes=changes, pre=pre.intdigest(), post=post.intdigest())
 
 
 def _shortest(dtype: str, tiles: Sequence[_Compared], level: Level) -> tuple[Encoding, bytes]:
@@ -159,9 +165,7 @@ def _contexts(changes: Sequence[Changes], elements: int, level: Level) -> Litera
 def _encoded_tile(tile: _Compared) -> EncodedTile:
     seed = seed_of(tile.place.spec.name)
     if tile.changes is None:
-        changed = int(np.count_nonzero(tile.old != tile.new))
-        after, before = (element_sum(seed, tile.place.tile, bits) for bits in (tile.new, tile.old))
-        moved = (after - before) % (1 << 64)
+        changed, moved = compare_all(seed, tile.place.tile, tile.old, tile.new)
     else:
         changed, moved = tile.changes.count, sum_change(seed, tile.place.tile, tile.changes)
     return EncodedTile(place=tile.place, changed=changed, pre=tile.pre, post=tile.post, sum_change=moved)
@@ -240,6 +244,9 @@ def apply_body(places: Sequence[Place], entry: BodyEntry, body: memoryview, held
 
 def _scatter_all(bits: Bits, changes: Changes) -> int:
     """Write changes and take the result's digest, stretch by stretch, while it is in the processor's cache."""
+    if bits.size <= STRETCH:
+        scatter(bits, changes.positions, changes.new)
+        return tile_digest(bits)
     digest = xxhash.xxh3_64()
     edges = [*range(0, bits.size, STRETCH), bits.size]
     cuts = np.searchsorted(changes.positions, edges).tolist()

@@ -19,4 +19,4 @@ def tile_digest(bits: Bits) -> int:
 
     Fast enough to be taken before and after each write. It finds accidents; attacks are SHA-256's part.
     """
-    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(bits).view(np.uint8).data)
+    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(bits).data)

@@ -51,6 +51,25 @@ def sum_change(seed: int, tile: Tile, changes: Changes) -> int:
     return (int(after) - int(before)) % _MODULUS
 
 
+def compare_all(seed: int, tile: Tile, old: Bits, new: Bits) -> tuple[int, int]:
+    """How many elements of a tile differ, and what to add to the sum, modulo 2**64: by reading all of it."""
+    count, moved = _compare(read_only(old), read_only(new), np.uint64(seed), tile.start, tile.cols, tile.stride)
+    return int(count), int(moved)
+
+
+@kernel
+def _compare(old: Any, new: Any, seed: Any, start: int, cols: int, stride: int) -> Any:
+    count, moved = 0, np.uint64(0)
+    for row in range(old.size // cols):
+        first = seed + np.uint64(start + row * stride) * _WEYL
+        before, after = old[row * cols : (row + 1) * cols], new[row * cols : (row + 1) * cols]
+        for col in range(cols):
+            key = first + np.uint64(col) * _WEYL
+            moved += _mix(key ^ np.uint64(after[col])) - _mix(key ^ np.uint64(before[col]))
+            count += before[col] != after[col]
+    return count, moved
+
+
 @kernel
 def _sum(bits: Any, seed: Any, start: int, cols: int, stride: int) -> Any:
     total = np.uint64(0)

@@ -7,16 +7,17 @@
         def bucket(self) -> Bucket:
             return MyBucket(...)   # empty for each test
 
-The suite needs pytest, and the bucket a right to list, get and put below its prefix.
+The suite needs pytest, and the bucket a right to list, get and put below its prefix. Buckets that can also delete,
+swap, or upload in parts inherit from `DeleteTests`, `SwapTests` and `UploadTests` as well.
 """
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final
+from typing import Final, Protocol
 
 import pytest
 
-from slackwater.bucket.base import Bucket
+from slackwater.bucket.base import Bucket, Delete, Swap, Upload
 from slackwater.errors import CorruptError, InvalidInputError, NotFoundError
 
 _LARGE: Final = 9 * 1024 * 1024
@@ -47,6 +48,18 @@ HOSTILE_KEYS: Final = (
     "http://169.254.169.254/",
 )
 """Names that no bucket lets near a path or a URL."""
+
+
+class DeletingBucket(Bucket, Delete, Protocol):
+    """What `DeleteTests` test."""
+
+
+class SwappingBucket(Bucket, Delete, Swap, Protocol):
+    """What `SwapTests` test."""
+
+
+class UploadingBucket(Bucket, Upload, Protocol):
+    """What `UploadTests` test."""
 
 
 class BucketTests:
@@ -187,3 +200,103 @@ class BucketTests:
         """Before anything is walked."""
         with pytest.raises(InvalidInputError):
             bucket.list("../")
+
+
+class DeleteTests:
+    """Inherit beside `BucketTests` where the bucket can delete."""
+
+    def test_deletes_one_object_and_no_other(self, bucket: DeletingBucket) -> None:
+        """A longer name stays."""
+        for key in ("a/b", "a/bc", "a/b2/c"):
+            bucket.put(key, b"x")
+        bucket.delete("a/b")
+        assert {info.key for info in bucket.list("")} == {"a/bc", "a/b2/c"}
+        with pytest.raises(NotFoundError):
+            bucket.get("a/b", max_bytes=1)
+
+    def test_deletes_what_is_absent_without_a_word(self, bucket: DeletingBucket) -> None:
+        """Twice is as good as once: two collections may meet."""
+        bucket.put("a/b", b"x")
+        for key in ("a/b", "a/b", "absent/x", "a/b/c"):
+            bucket.delete(key)
+
+    def test_a_deleted_name_can_be_created_again(self, bucket: DeletingBucket) -> None:
+        """The store keeps no memory of it; that names aren't used again is the publisher's promise."""
+        bucket.put("k", b"before")
+        bucket.delete("k")
+        assert bucket.put_if_absent("k", b"after") is True
+
+    def test_refuses_to_delete_a_hostile_key(self, bucket: DeletingBucket) -> None:
+        """A8-04."""
+        for key in HOSTILE_KEYS:
+            with pytest.raises(InvalidInputError):
+                bucket.delete(key)
+
+    def test_lists_when_objects_were_written(self, bucket: DeletingBucket) -> None:
+        """Garbage collection goes by the store's clock, to a second."""
+        bucket.put("a", b"x")
+        bucket.put("b", b"x")
+        first, second = (info.modified_s for info in sorted(bucket.list(""), key=lambda info: info.key))
+        assert first is not None
+        assert second is not None
+        assert first <= second + 1
+
+
+class SwapTests:
+    """Inherit beside `BucketTests` where the bucket has compare-and-swap."""
+
+    def test_swaps_what_it_has_seen(self, bucket: SwappingBucket) -> None:
+        """The tag of the object as it is."""
+        bucket.put("k", b"one")
+        assert bucket.swap("k", b"two", bucket.tag("k")) is True
+        assert bucket.get("k", max_bytes=10) == b"two"
+
+    def test_does_not_swap_what_has_changed_since(self, bucket: SwappingBucket) -> None:
+        """Also back to the same bytes' sibling: another write is another tag."""
+        bucket.put("k", b"one")
+        before = bucket.tag("k")
+        bucket.put("k", b"two")
+        assert bucket.tag("k") != before
+        assert bucket.swap("k", b"three", before) is False
+        assert bucket.get("k", max_bytes=10) == b"two"
+
+    def test_does_not_swap_what_is_gone(self, bucket: SwappingBucket) -> None:
+        """It isn't made anew."""
+        bucket.put("k", b"one")
+        before = bucket.tag("k")
+        bucket.delete("k")
+        assert bucket.swap("k", b"two", before) is False
+        assert list(bucket.list("")) == []
+
+    def test_one_of_many_racing_swaps_wins(self, bucket: SwappingBucket) -> None:
+        """From one state there is one successor."""
+        bucket.put("k", b"start")
+        before = bucket.tag("k")
+        with ThreadPoolExecutor(_RACERS) as pool:
+            won = list(pool.map(lambda racer: bucket.swap("k", b"racer %d" % racer, before), range(_RACERS)))
+        assert won.count(True) == 1
+        assert bucket.get("k", max_bytes=100) == b"racer %d" % won.index(True)
+
+    def test_what_is_absent_has_no_tag(self, bucket: SwappingBucket) -> None:
+        """A creation isn't a swap."""
+        with pytest.raises(NotFoundError):
+            bucket.tag("absent")
+
+
+class UploadTests:
+    """Inherit beside `BucketTests` where the bucket uploads in parts."""
+
+    def test_an_abandoned_upload_shows_nothing(self, bucket: UploadingBucket) -> None:
+        """Neither a new object nor a change of an old one."""
+        bucket.put("old", b"kept")
+        bucket.abandon("old")
+        bucket.abandon("new")
+        assert {info.key for info in bucket.list("")} == {"old"}
+        assert bucket.get("old", max_bytes=10) == b"kept"
+
+    def test_parts_join_at_their_edges(self, bucket: UploadingBucket) -> None:
+        """One byte less than a part, a part, one more."""
+        for size in (bucket.part_bytes - 1, bucket.part_bytes, bucket.part_bytes + 1):
+            body = (bytes(range(251)) * (size // 251 + 1))[:size]
+            bucket.put("k", body)
+            assert bucket.get("k", max_bytes=size) == body
