@@ -54,6 +54,7 @@ class Measured:
 
     sizes: Mapping[str, ours.Sizes]
     copy: measure.Speed
+    digests: measure.Speed
     fast: ours.Speeds
     wan: ours.Speeds
     peers: tuple[peers.Outcome, ...]
@@ -73,16 +74,18 @@ def run(load: Callable[[str], Pair], work: Path, scale: Scale, show: Callable[[o
     sizes = {item.name: ours.sizes(load(item.name)) for item in deltas.SETS}
     show(tables.sizes(sizes))
     pair = load(USUAL)
-    copy = ours.copying(pair, scale.runs)
+    copy, digests = ours.copying(pair, scale.runs), ours.digesting(pair, scale.runs)
     fast, wan = (ours.speeds(pair, ours.publish(pair, level), level, scale.runs) for level in densities.LEVELS)
-    show(tables.speeds(copy, fast, wan))
+    show(tables.speeds(copy, digests, fast, wan))
     ran = tuple(peers.run(peer, pair, scale.runs) for peer in peers.all_peers())
     show(tables.peers(sizes[USUAL], fast, wan, ran))
     points = tuple(densities.sweep(pair, scale.density_elements, scale.density_runs))
     show(tables.densities(points))
     applied = tuple(mapped.measure(work, scale.tensors, scale.shape))
     show(tables.applied(applied))
-    return Measured(sizes=sizes, copy=copy, fast=fast, wan=wan, peers=ran, densities=points, applied=applied)
+    return Measured(
+        sizes=sizes, copy=copy, digests=digests, fast=fast, wan=wan, peers=ran, densities=points, applied=applied
+    )
 
 
 def claims(measured: Measured) -> list[Claim]:
@@ -124,6 +127,7 @@ def _speed_claims(measured: Measured) -> list[Claim]:
         claim("copy_gbps", copy),
         claim("fast_encode_vs_copy", fast.encode.gbps / copy),
         claim("fast_decode_vs_copy", fast.decode.gbps / copy),
+        claim("two_digests_gbps", measured.digests.gbps),
     ]
 
 

@@ -9,6 +9,7 @@ from measure import Speed, timed
 from pairs import Pair, States, copy, copy_onto, same
 from slackwater.checkpoint.bundles import Bundle, batches
 from slackwater.checkpoint.codec import EncodedBody, Level, Place, apply_body, encode_body
+from slackwater.checkpoint.digest import tile_digest
 from slackwater.checkpoint.manifest import Manifest, encode_manifest
 from slackwater.checkpoint.outline import Outline
 from slackwater.checkpoint.rules import decode_manifest
@@ -181,3 +182,14 @@ def copying(pair: Pair, runs: int) -> Speed:
     """Time a plain copy of the same bytes: what memory does at best."""
     held = copy(pair.old)
     return timed(pair.num_bytes, runs, lambda: copy_onto(held, pair.new))[0]
+
+
+def digesting(pair: Pair, runs: int) -> Speed:
+    """Time the digests of old and new bits alone: what encoding and applying take at least, however little changes."""
+
+    def work() -> None:
+        for name, old in pair.old.items():
+            tile_digest(old)
+            tile_digest(pair.new[name])
+
+    return timed(pair.num_bytes, runs, work)[0]

@@ -1,10 +1,5 @@
-"""Fixtures of the whole suite: an S3 server that speaks over a real socket."""
+"""Fixtures of the whole suite: servers of object stores that speak over real sockets."""
 
-import os
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from typing import Any
 from uuid import uuid4
@@ -13,39 +8,28 @@ import boto3
 import pytest
 from hypothesis import HealthCheck, settings
 
+from store_servers import (
+    AZURE_ENVIRONMENT,
+    GCS_ENVIRONMENT,
+    S3_ENVIRONMENT,
+    azure_server,
+    azurite_binary,
+    gcs_server,
+    make_azure_container,
+    make_gcs_bucket,
+    s3_server,
+)
+
 # How long an example takes says more of the machine than of the code: no test fails by it.
 settings.register_profile("slackwater", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("slackwater")
-
-S3_ENVIRONMENT = {
-    "AWS_ACCESS_KEY_ID": "test",
-    "AWS_SECRET_ACCESS_KEY": "test",
-    "AWS_REGION": "us-east-1",
-    "AWS_DEFAULT_REGION": "us-east-1",
-    "AWS_ALLOW_HTTP": "true",
-}
-
-
-S3_PAGE = 20
-"""Keys on a page of the server's listings: few, so that tests see several pages."""
 
 
 @pytest.fixture(scope="session")
 def s3_endpoint() -> Iterator[str]:
     """URL of a moto server of its own process."""
-    port = _free_port()
-    server = subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, "MOTO_S3_DEFAULT_MAX_KEYS": str(S3_PAGE)},
-    )
-    try:
-        _await_listener(server, port)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.terminate()
-        server.wait(10)
+    with s3_server() as endpoint:
+        yield endpoint
 
 
 @pytest.fixture
@@ -61,26 +45,47 @@ def s3_client(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any
 @pytest.fixture
 def s3_bucket_name(s3_client: Any) -> str:
     """An empty S3 bucket, made for this test."""
-    name = f"slackwater-{uuid4().hex[:12]}"
+    name = _fresh_name()
     s3_client.create_bucket(Bucket=name)
     return name
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@pytest.fixture(scope="session")
+def gcs_endpoint() -> Iterator[str]:
+    """URL of a fake-gcs-server of its own process."""
+    with gcs_server() as endpoint:
+        yield endpoint
 
 
-def _await_listener(server: subprocess.Popen[bytes], port: int) -> None:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        if server.poll() is not None:
-            raise RuntimeError(f"the S3 server ended with {server.returncode}")
-        try:
-            socket.create_connection(("127.0.0.1", port), timeout=1).close()
-        except OSError:
-            time.sleep(0.05)  # a process of another program: nothing but its socket tells that it is up
-        else:
-            return
-    raise RuntimeError("the S3 server did not come up")
+@pytest.fixture
+def gcs_bucket_name(gcs_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An empty GCS bucket, made for this test; the environment points at its server."""
+    for name, value in {**GCS_ENVIRONMENT, "GOOGLE_BASE_URL": gcs_endpoint}.items():
+        monkeypatch.setenv(name, value)
+    made = _fresh_name()
+    make_gcs_bucket(gcs_endpoint, made)
+    return made
+
+
+@pytest.fixture(scope="session")
+def azure_endpoint() -> Iterator[str]:
+    """URL of an Azurite of its own process, the account's path included."""
+    binary = azurite_binary()
+    if binary is None:
+        pytest.skip("azurite isn't installed: `make test-system` does that, with npm")
+    with azure_server(binary) as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
+def azure_container_name(azure_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An empty Azure container, made for this test; the environment points at its server."""
+    for name, value in {**AZURE_ENVIRONMENT, "AZURE_STORAGE_ENDPOINT": azure_endpoint}.items():
+        monkeypatch.setenv(name, value)
+    made = _fresh_name()
+    make_azure_container(azure_endpoint, made)
+    return made
+
+
+def _fresh_name() -> str:
+    return f"slackwater-{uuid4().hex[:12]}"

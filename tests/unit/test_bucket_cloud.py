@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 
-from slackwater.bucket.cloud import CloudBucket, Patience
+from slackwater.bucket.cloud import CloudBucket
+from slackwater.bucket.patience import Patience
 from slackwater.errors import (
     AuthError,
     CorruptError,
@@ -21,7 +23,7 @@ from slackwater.errors import (
 )
 
 METHODS = ("GET", "HEAD", "POST", "PUT")
-HASTY = Patience(deadline_s=5, attempts=4, idle_s=5, first_wait_s=0.001, longest_wait_s=0.002)
+HASTY = Patience(deadline_s=5, attempts=4, idle_s=5, first_wait_s=0.001, longest_wait_s=0.002, renewal_s=0.001)
 
 
 @dataclass
@@ -41,6 +43,7 @@ class Store:
     def __init__(self) -> None:
         self.script: dict[str, list[Reply]] = defaultdict(list)
         self.calls: list[tuple[str, int | None, str | None]] = []
+        self.targets: list[str] = []
         self.conditions: list[str | None] = []
         self.bucket = CloudBucket("s3://bucket/runs", patience=HASTY)
 
@@ -60,6 +63,7 @@ class Handler(BaseHTTPRequestHandler):
         waiting = self.store.script[self.command]
         reply = waiting.pop(0) if waiting else Reply()
         self.store.calls.append((self.command, reply.status, self.headers.get("range")))
+        self.store.targets.append(self.path)
         self.store.conditions.append(self.headers.get("if-none-match"))
         if reply.dropped:
             self.close_connection = True
@@ -94,6 +98,16 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
 
 def error_body(code: str) -> bytes:
     return f"<Error><Code>{code}</Code><Message>words</Message></Error>".encode()
+
+
+def listing(*keys: str, more: bool = False) -> bytes:
+    """A page of an S3 listing; ``more``: another one follows."""
+    items = "".join(
+        f"<Contents><Key>runs/{key}</Key><Size>3</Size><LastModified>2024-01-01T00:00:00.000Z</LastModified></Contents>"
+        for key in keys
+    )
+    token = "<NextContinuationToken>t</NextContinuationToken>" if more else ""
+    return f"<ListBucketResult><IsTruncated>{str(more).lower()}</IsTruncated>{token}{items}</ListBucketResult>".encode()
 
 
 def test_a6_03_conflicts_are_retried_until_the_creation_is_settled(store: Store) -> None:
@@ -197,10 +211,8 @@ def test_an_object_over_the_cap_is_refused_by_its_header(store: Store) -> None:
     [
         (404, "NoSuchKey", NotFoundError, "no such object"),
         (404, "NoSuchBucket", NotFoundError, "no such bucket"),
-        (401, "AccessDenied", AuthError, "list, get and put"),
-        (403, "AccessDenied", AuthError, "list, get and put"),
-        (400, "ExpiredToken", AuthError, "expiry"),
-        (403, "RequestTimeTooSkewed", AuthError, "clock"),
+        (403, "AccessDenied", AuthError, "list, get, put"),
+        (403, "InvalidAccessKeyId", AuthError, "list, get, put"),
         (400, "AuthorizationHeaderMalformed", InvalidInputError, "AWS_REGION"),
         (400, "InvalidRequest", InvalidInputError, "InvalidRequest"),
         (405, "MethodNotAllowed", UnsupportedError, "can't do this"),
@@ -215,6 +227,73 @@ def test_a_refusal_says_what_to_do(
     assert "s3://bucket/runs/k" in str(refused.value)
     assert refused.value.__cause__ is None
     assert store.count("GET") == 1
+
+
+OUTDATED = [
+    (401, "Unauthorized", "list, get, put"),
+    (400, "ExpiredToken", "expiry"),
+    (403, "ExpiredToken", "expiry"),
+    (403, "RequestTimeTooSkewed", "clock"),
+]
+
+
+@pytest.mark.parametrize(("status", "code"), [case[:2] for case in OUTDATED])
+def test_f26_an_outdated_signature_is_made_anew(store: Store, status: int, code: str) -> None:
+    store.script["GET"] = [Reply(status, error_body(code)), Reply(200, b"body")]
+    assert store.bucket.get("k", max_bytes=10) == b"body"
+
+
+@pytest.mark.parametrize(("status", "code", "says"), OUTDATED)
+def test_f26_what_stays_outdated_is_an_auth_error_soon(store: Store, status: int, code: str, says: str) -> None:
+    store.script["PUT"] = [Reply(status, error_body(code))] * 20
+    with pytest.raises(AuthError, match=says):
+        store.bucket.put_if_absent("k", b"x")
+    assert store.count("PUT") == 3
+
+
+@pytest.mark.parametrize("code", ["RequestTimeout", "NoSuchUpload"])
+def test_an_upload_that_the_store_broke_off_is_made_anew(store: Store, code: str) -> None:
+    store.script["PUT"] = [Reply(400, error_body(code)), Reply(200)]
+    store.bucket.put("k", b"x")
+    assert store.count("PUT") == 2
+
+
+def test_f22_a_page_in_the_stores_place_is_asked_again(store: Store) -> None:
+    store.script["GET"] = [Reply(200, b"<html><br>sign in</html>"), Reply(200, listing("k"))]
+    assert [info.key for info in store.bucket.list("")] == ["k"]
+
+
+def test_f22_a_page_that_stays_in_the_stores_place_is_named(store: Store) -> None:
+    store.script["GET"] = [Reply(200, b"<html><br>sign in</html>")] * 20
+    with pytest.raises(UnavailableError, match="something else answered"):
+        list(store.bucket.list(""))
+    assert store.count("GET") == HASTY.attempts
+
+
+def test_a_listing_that_is_cut_is_asked_again(store: Store) -> None:
+    store.script["GET"] = [Reply(200, listing("k"), cut=50), Reply(200, listing("k"))]
+    (info,) = store.bucket.list("")
+    assert (info.key, info.size, info.modified_s) == ("k", 3, 1704067200.0)
+
+
+def test_a_listing_goes_on_after_the_last_key_that_arrived(store: Store) -> None:
+    first = [f"{number:04d}" for number in range(1000)]
+    store.script["GET"] = [
+        Reply(200, listing(*first, more=True)),
+        Reply(200, listing("1000"), cut=50),
+        Reply(200, listing("1000")),
+    ]
+    assert [info.key for info in store.bucket.list("")] == [*first, "1000"]
+    assert "start-after=runs/0999" in unquote(store.targets[-1])
+
+
+def test_a_deletion_that_is_denied_is_an_auth_error(store: Store) -> None:
+    refused = (
+        b"<DeleteResult><Error><Key>runs/k</Key><Code>AccessDenied</Code><Message>no</Message></Error></DeleteResult>"
+    )
+    store.script["POST"] = [Reply(200, refused)]
+    with pytest.raises(AuthError, match="s3://bucket/runs/k"):
+        store.bucket.delete("k")
 
 
 def test_every_creation_is_conditional_whatever_the_environment_says(store: Store) -> None:

@@ -5,11 +5,19 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO
 
 import pytest
 
 from slackwater.bucket.local import LocalBucket
-from slackwater.errors import AuthError, CorruptError, NotFoundError, UnavailableError, UnsupportedError
+from slackwater.errors import (
+    AuthError,
+    CorruptError,
+    InvalidInputError,
+    NotFoundError,
+    UnavailableError,
+    UnsupportedError,
+)
 
 KILLED_WRITER = """
 import os, signal, sys
@@ -23,6 +31,9 @@ def die(*args, **kwargs):
 
 if step == "fsync":
     os.fsync = die
+elif step == "flush":
+    flushed, fsync = [], os.fsync
+    os.fsync = lambda handle: die() if flushed else flushed.append(fsync(handle))
 elif step == "link":
     os.link = die
 elif step == "replace":
@@ -37,6 +48,17 @@ else:
 """
 
 
+RACER = """
+import sys
+from slackwater.bucket.local import LocalBucket
+
+bucket, name = LocalBucket(sys.argv[1]), sys.argv[2].encode()
+for key in sys.stdin:
+    print(bucket.put_if_absent(key.strip(), name), flush=True)
+"""
+ROUNDS = 200
+
+
 @pytest.fixture
 def bucket(tmp_path: Path) -> LocalBucket:
     return LocalBucket(tmp_path / "bucket", create=True)
@@ -49,11 +71,18 @@ def refuse(monkeypatch: pytest.MonkeyPatch, name: str, number: int) -> None:
     monkeypatch.setattr(os, name, fail)
 
 
+def pipes(process: subprocess.Popen[str]) -> tuple[IO[str], IO[str]]:
+    """What it reads and what it writes."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    return process.stdin, process.stdout
+
+
 def hidden_files(root: Path) -> list[str]:
     return [path.name for path in root.rglob(".*")]
 
 
-@pytest.mark.parametrize("step", ["fsync", "link", "replace", "unlink"])
+@pytest.mark.parametrize("step", ["fsync", "link", "replace", "unlink", "flush"])
 def test_a_writer_killed_at_any_step_leaves_a_whole_object_or_none(tmp_path: Path, step: str) -> None:
     bucket = LocalBucket(tmp_path / "bucket", create=True)
     (tmp_path / "bucket" / "m").mkdir()
@@ -63,9 +92,10 @@ def test_a_writer_killed_at_any_step_leaves_a_whole_object_or_none(tmp_path: Pat
         [sys.executable, "-c", KILLED_WRITER, step, str(tmp_path / "bucket")], check=False, timeout=60
     )
     assert died.returncode == -9
-    assert len(hidden_files(tmp_path / "bucket")) == 1
+    assert len(hidden_files(tmp_path / "bucket")) == (step != "flush")
     left = [(info.key, bucket.get(info.key, max_bytes=10)) for info in bucket.list("")]
-    assert left == {"fsync": [], "link": [], "replace": [("m/1", b"old")], "unlink": [("m/1", b"new")]}[step]
+    made = [("m/1", b"new")]
+    assert left == {"fsync": [], "link": [], "replace": [("m/1", b"old")], "unlink": made, "flush": made}[step]
 
 
 def test_a_writer_after_a_killed_one_commits(bucket: LocalBucket, tmp_path: Path) -> None:
@@ -98,7 +128,7 @@ def test_a_missing_directory_is_no_bucket_in_any_verb(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_is_unavailable_and_leaves_nothing(
+def test_f29_a_full_disk_is_unavailable_and_leaves_nothing(
     bucket: LocalBucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     refuse(monkeypatch, "fsync", number)
@@ -108,7 +138,7 @@ def test_a_full_disk_is_unavailable_and_leaves_nothing(
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
-def test_a_directory_without_rights_is_an_auth_error(
+def test_f29_a_directory_without_rights_is_an_auth_error(
     bucket: LocalBucket, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     refuse(monkeypatch, "fsync", number)
@@ -150,3 +180,77 @@ def test_two_buckets_on_one_directory_see_each_other(tmp_path: Path) -> None:
     assert first.put_if_absent("m/1", b"first")
     assert not second.put_if_absent("m/1", b"second")
     assert second.url == first.url == tmp_path.as_uri()
+
+
+def test_f07_of_two_processes_that_create_at_once_one_wins_each_time(bucket: LocalBucket, tmp_path: Path) -> None:
+    commands = {name: [sys.executable, "-c", RACER, str(tmp_path / "bucket"), name] for name in ("first", "second")}
+    racers = {
+        name: subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+        for name, command in commands.items()
+    }
+    for key in (f"m/{number}" for number in range(ROUNDS)):
+        for racer in racers.values():
+            pipes(racer)[0].write(f"{key}\n")
+        winners = [name for name, racer in racers.items() if pipes(racer)[1].readline() == "True\n"]
+        assert winners == [bucket.get(key, max_bytes=10).decode()]
+    for racer in racers.values():
+        racer.communicate(timeout=30)
+    assert hidden_files(tmp_path) == []
+
+
+def test_a_new_name_is_flushed_with_every_folder_that_leads_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[Path] = []
+    fsync = os.fsync
+
+    def record(handle: int) -> None:
+        flushed.append(Path(f"/proc/self/fd/{handle}").readlink())
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", record)
+    LocalBucket(tmp_path / "new" / "bucket", create=True).put("run/m/1", b"x")
+    root = tmp_path / "new" / "bucket"
+    body, *folders = [path for path in flushed if path.name.startswith(".put-") or path == root / "run" / "m"]
+    assert body.parent == root / "run" / "m"
+    assert folders == [root / "run" / "m"]
+    assert {tmp_path, tmp_path / "new", root, root / "run"} <= set(flushed)
+
+
+def test_a_refused_creation_is_flushed_too_before_it_is_told(
+    bucket: LocalBucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket.put_if_absent("m/1", b"theirs")
+    flushed: list[Path] = []
+    monkeypatch.setattr(os, "fsync", lambda handle: flushed.append(Path(f"/proc/self/fd/{handle}").readlink()))
+    assert bucket.put_if_absent("m/1", b"ours") is False
+    assert flushed[-1] == tmp_path / "bucket" / "m"
+
+
+def test_a_file_is_no_bucket(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"x")
+    with pytest.raises(InvalidInputError, match="is a file, no bucket"):
+        LocalBucket(tmp_path / "file", create=True)
+
+
+def test_a_listing_passes_over_what_is_deleted_meanwhile(bucket: LocalBucket) -> None:
+    for key in ("m/1", "m/2"):
+        bucket.put(key, b"x")
+    listing = bucket.list("m")
+    other = {"m/1", "m/2"} - {next(listing).key}
+    bucket.delete(other.pop())
+    assert list(listing) == []
+
+
+def test_a_folder_that_can_not_be_read_does_not_look_empty(
+    bucket: LocalBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket.put("m/1", b"x")
+    refuse(monkeypatch, "scandir", errno.EACCES)
+    with pytest.raises(AuthError, match="right to the bucket's directory"):
+        list(bucket.list(""))
+
+
+def test_deleting_from_a_missing_directory_is_told(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="no such bucket"):
+        LocalBucket(tmp_path / "absent").delete("k")

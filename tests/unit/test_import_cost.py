@@ -23,10 +23,6 @@ def test_what_holds_no_weights_needs_neither_torch_nor_a_compiler(module: str) -
     assert run(f"import sys, {module}; print([name for name in {heavy} if name in sys.modules])") == "[]"
 
 
-def test_the_gateway_reads_manifests_without_a_compiler() -> None:
-    assert run("import sys, slackwater.cli.gateway; print('numba' in sys.modules)") == "False"
-
-
 def test_the_root_imports_in_under_a_tenth_of_a_second() -> None:
     took = min(
         float(run("import time; t = time.perf_counter(); import slackwater; print(time.perf_counter() - t)"))

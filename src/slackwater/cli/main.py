@@ -8,6 +8,7 @@ from typing import Annotated, Final, Literal
 
 import typer
 
+from slackwater.cli.doctor import doctor
 from slackwater.cli.ending import Ending
 from slackwater.cli.keys import keys_from
 from slackwater.config.process import GatewaySettings, ReplicaSettings, parse_replicas
@@ -38,6 +39,8 @@ LevelName = Annotated[Literal["fast", "wan"], typer.Option("--level", help="wan:
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")]
 Top = Annotated[int, typer.Option(min=0, help="Tensors to list; --json lists all.")]
 Supervised = Annotated[bool, typer.Option("--supervised", help="End when standard input ends.", hidden=True)]
+
+app.command()(doctor)
 
 
 @app.command()

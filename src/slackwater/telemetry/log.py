@@ -21,4 +21,5 @@ def configure(process: str, *, verbose: bool = False) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
+    logging.getLogger("stamina").setLevel(logging.ERROR)  # what is tried again, and why, we say ourselves
     logging.getLogger("slackwater").setLevel(logging.DEBUG if verbose else logging.INFO)
