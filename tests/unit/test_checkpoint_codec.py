@@ -11,12 +11,12 @@ from codec_rig import LEVELS, Sent, Step, moved, place, sent, step, steps, weigh
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slackwater.checkpoint.codec import DENSE_SHARE, Level, apply_body, decode_body, encode_body
+from slackwater.checkpoint.codec import DENSE_SHARE, Level, Place, apply_body, decode_body, encode_body
 from slackwater.checkpoint.dense import encode_dense
 from slackwater.checkpoint.digest import tile_digest
 from slackwater.checkpoint.element_sum import element_sum, seed_of
 from slackwater.checkpoint.sparse import contexts_of
-from slackwater.checkpoint.tensor import WIDTHS, Bits
+from slackwater.checkpoint.tensor import WIDTHS, Bits, TensorSpec, tile_at
 from slackwater.errors import InvalidInputError, WrongBaseError
 
 OLD = np.array([0x3F80, 0x8000, 0x7FC0, 0x7FC1], dtype="<u2")
@@ -313,3 +313,15 @@ def test_memory_follows_the_tile_and_not_the_model() -> None:
     tracemalloc.stop()
     assert held[0].tobytes() == made.news[0].tobytes()
     assert peak < old.nbytes // 2
+
+
+@pytest.mark.parametrize("level", ["fast", "wan"])
+def test_a_small_tile_with_many_changes_leaves_its_neighbours_sparse(level: Level) -> None:
+    rng = np.random.default_rng(11)
+    olds = [weights(rng, "BF16", size) for size in (576, 200_000)]
+    news = [moved(rng, "BF16", old, "neighbours", density) for old, density in zip(olds, (0.3, 0.02), strict=True)]
+    specs = [TensorSpec(name=name, dtype="BF16", shape=old.shape) for name, old in zip("ab", olds, strict=True)]
+    places = [Place(spec=spec, tile=tile_at(spec, 0)) for spec in specs]
+    encoded = encode_body(places, olds, news, level)
+    assert encoded is not None
+    assert (encoded.encoding, len(encoded.tiles)) == ("sparse", 2)

@@ -1,4 +1,4 @@
-"""Comparing on the device gives the same delta as comparing on the host. The device here is the CPU."""
+"""Comparing on the device gives the same deltas as comparing on the host. The device here is the CPU."""
 
 from pathlib import Path
 
@@ -6,20 +6,26 @@ import numpy as np
 import pytest
 import torch
 
-from slackwater.checkpoint.tensor import Bits
-from slackwater.errors import InvalidInputError, NotFoundError
+from slackwater.errors import ConflictError, InvalidInputError, NotFoundError, UnavailableError
 from slackwater.publish.publisher import Publisher
-from slackwater.testing.bucket import MemoryBucket
-from slackwater.weights.device import DeviceSource, committed_copies
+from slackwater.testing.bucket import Fault, FaultyBucket, MemoryBucket
+from slackwater.weights.device import DeviceSource
 from slackwater.weights.state_dict import StateDictSource
 
-CONFIG = '{"dtype": "bfloat16"}'
+NAME = "a.weight"
+Tensors = dict[str, torch.Tensor]
 
 
-def weights() -> dict[str, torch.Tensor]:
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text('{"dtype": "bfloat16"}')
+    return tmp_path
+
+
+def weights() -> Tensors:
     random = torch.Generator().manual_seed(0)
     return {
-        "a.weight": torch.randn(33, 17, generator=random).to(torch.bfloat16),
+        NAME: torch.randn(33, 17, generator=random).to(torch.bfloat16),
         "b.scale": torch.randn((), generator=random),
         "c.flags": torch.tensor([True, False, True]),
         "d.codes": torch.randint(0, 255, (5, 7), dtype=torch.uint8, generator=random),
@@ -27,61 +33,83 @@ def weights() -> dict[str, torch.Tensor]:
     }
 
 
-def step(tensors: dict[str, torch.Tensor]) -> None:
-    tensors["a.weight"].view(torch.int16)[::3, 1] ^= 1
-    tensors["a.weight"][2, 2] = float("nan")
+def step(tensors: Tensors) -> None:
+    tensors[NAME].view(torch.int16)[::3, 1] ^= 1
+    tensors[NAME][2, 2] = float("nan")
     tensors["b.scale"] *= -0.0
     tensors["c.flags"][1] = True
 
 
-def test_patched_copies_have_the_bits_of_the_device() -> None:
-    tensors = weights()
-    held = {name: StateDictSource(tensors).bits(name).copy() for name in tensors}
-    source = DeviceSource(tensors, committed_copies(tensors), held.__getitem__)
-    step(tensors)
+def anchored(tensors: Tensors, model: Path, bucket: MemoryBucket | FaultyBucket | None = None) -> Publisher:
+    publisher = Publisher(bucket or MemoryBucket(), "run")
+    publisher.publish(StateDictSource(tensors), step=0, folder_files=model)
+    return publisher
+
+
+def assert_held(publisher: Publisher, tensors: Tensors) -> None:
     plain = StateDictSource(tensors)
-    assert source.specs() == plain.specs()
-    for name in tensors:
-        np.testing.assert_array_equal(source.bits(name), plain.bits(name))
-    source.advance()
-    changed = [name for name in tensors if not np.array_equal(source.bits(name), held[name])]
-    assert changed == [], "after advance() nothing differs from the copy on the device"
+    for name in plain.specs():
+        np.testing.assert_array_equal(publisher.held_bits(name), plain.bits(name))
 
 
-def test_a_publisher_takes_the_same_delta_from_either_side(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(CONFIG)
-    states: list[str] = []
-    for on_device in (False, True):
-        tensors, bucket = weights(), MemoryBucket()
-        publisher = Publisher(bucket, "run")
-        publisher.publish(StateDictSource(tensors), step=0, folder_files=tmp_path)
-        source = DeviceSource(tensors, committed_copies(tensors), publisher.held_bits)
-        step(tensors)
-        published = publisher.publish(source if on_device else StateDictSource(tensors), step=1)
-        source.advance()
-        states.append(published.state)
-        assert publisher.publish(source, step=2).changed == 0
-    assert states[0] == states[1]
-
-
-@pytest.mark.parametrize(
-    "other", [torch.zeros(33, 17), torch.zeros(33, 16, dtype=torch.bfloat16), None], ids=["dtype", "shape", "absent"]
-)
-def test_a_copy_that_isnt_one_is_refused_by_name(other: torch.Tensor | None) -> None:
+def test_every_step_is_published_as_it_is_on_the_device(model: Path) -> None:
     tensors = weights()
-    committed = committed_copies(tensors)
-    committed.pop("a.weight")
-    if other is not None:
-        committed["a.weight"] = other
-    with pytest.raises(InvalidInputError, match=r"a\.weight"):
-        DeviceSource(tensors, committed, _nothing)
+    publisher = anchored(tensors, model)
+    source = DeviceSource(tensors, publisher)
+    assert source.specs() == StateDictSource(tensors).specs()
+    for number in range(1, 4):
+        step(tensors)
+        assert publisher.publish(source, step=number).changed > 0
+        assert_held(publisher, tensors)
+    assert publisher.publish(source, step=4).changed == 0
 
 
-def test_an_unknown_tensor_is_named() -> None:
-    source = DeviceSource(weights(), committed_copies(weights()), _nothing)
+def test_a_weight_that_returns_to_an_earlier_value_is_seen(model: Path) -> None:
+    tensors = weights()
+    publisher = anchored(tensors, model)
+    source = DeviceSource(tensors, publisher)
+    for number in (1, 2):
+        tensors[NAME].view(torch.int16)[0, 0] ^= 1
+        assert publisher.publish(source, step=number).changed == 1
+        assert_held(publisher, tensors)
+
+
+def test_a_failed_publish_loses_no_change(model: Path) -> None:
+    tensors = weights()
+    bucket = FaultyBucket(MemoryBucket(), Fault(verb="put_if_absent", key="00000001", before=UnavailableError("away")))
+    publisher = anchored(tensors, model, bucket)
+    source = DeviceSource(tensors, publisher)
+    step(tensors)
+    with pytest.raises(UnavailableError):
+        publisher.publish(source, step=1)
+    publisher.publish(source, step=1)
+    assert_held(publisher, tensors)
+
+
+def test_tensors_that_moved_since_the_anchor_are_refused_by_name(model: Path) -> None:
+    tensors = weights()
+    publisher = anchored(tensors, model)
+    step(tensors)
+    with pytest.raises(InvalidInputError, match=r"a\.weight on the device isn't what version 0 holds"):
+        DeviceSource(tensors, publisher)
+
+
+def test_before_the_first_anchor_it_says_what_to_publish() -> None:
+    with pytest.raises(NotFoundError, match="publish an anchor first"):
+        DeviceSource(weights(), Publisher(MemoryBucket(), "run"))
+
+
+def test_copies_of_another_version_are_refused(model: Path) -> None:
+    tensors = weights()
+    publisher = anchored(tensors, model)
+    source = DeviceSource(tensors, publisher)
+    step(tensors)
+    publisher.publish(StateDictSource(tensors), step=1)
+    with pytest.raises(ConflictError, match="copies of version 0, and the publisher holds 1"):
+        publisher.publish(source, step=2)
+
+
+def test_an_unknown_tensor_is_named(model: Path) -> None:
+    tensors = weights()
     with pytest.raises(NotFoundError, match="nobody"):
-        source.bits("nobody")
-
-
-def _nothing(name: str) -> Bits:
-    raise AssertionError(f"{name} was read")
+        DeviceSource(tensors, anchored(tensors, model)).bits("nobody")

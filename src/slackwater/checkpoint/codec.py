@@ -117,14 +117,22 @@ class _Compared:
 
 
 def _compare(places: Sequence[Place], olds: Sequence[Bits], news: Sequence[Bits], most: int) -> list[_Compared]:
-    limit = max(1, sum(old.size for old in olds) // most)
-    tiles = (_compare_tile(*tile, most, limit) for tile in zip(places, olds, news, strict=True))
-    return [tile for tile in tiles if tile.changes is None or tile.changes.count]
+    elements = sum(old.size for old in olds)
+    sampled = sum(sampled_share(old, new) * old.size for old, new in zip(olds, news, strict=True))
+    compare = _without_looking if sampled * most > _SURELY * elements else _looking
+    limit = max(1, elements // most)
+    tiles = (compare(*tile, limit) for tile in zip(places, olds, news, strict=True))
+    return [tile for tile in tiles if tile is not None]
 
 
-def _compare_tile(place: Place, old: Bits, new: Bits, most: int, limit: int) -> _Compared:
-    if sampled_share(old, new) * most > _SURELY:
-        return _Compared(place=place, old=old, new=new, changes=None, pre=tile_digest(old), post=tile_digest(new))
+def _without_looking(place: Place, old: Bits, new: Bits, _: int) -> _Compared | None:
+    pre, post = tile_digest(old), tile_digest(new)
+    if pre == post and np.array_equal(old, new):
+        return None
+    return _Compared(place=place, old=old, new=new, changes=None, pre=pre, post=post)
+
+
+def _looking(place: Place, old: Bits, new: Bits, limit: int) -> _Compared | None:
     pre, post = xxhash.xxh3_64(), xxhash.xxh3_64()
 
     def watch(before: Bits, after: Bits) -> None:
@@ -132,6 +140,8 @@ def _compare_tile(place: Place, old: Bits, new: Bits, most: int, limit: int) -> 
         post.update(after.data)
 
     changes = find_changes(old, new, limit, watch)
+    if changes is not None and not changes.count:
+        return None
     return _Compared(place=place, old=old, new=new, changes=changes, pre=pre.intdigest(), post=post.intdigest())
 
 

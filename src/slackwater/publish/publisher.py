@@ -34,7 +34,7 @@ from slackwater.publish.lineage import HeadHint, find_head, read_manifest
 from slackwater.publish.plan import check_config, check_fits, check_side_files, decide
 from slackwater.publish.restore import Restored, outline, restore
 from slackwater.weights.image import CONFIG, take_image
-from slackwater.weights.source import TensorSource
+from slackwater.weights.source import Follows, TensorSource
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -279,6 +279,8 @@ class Publisher:
             held = self._held
             self._held = replace(held, version=version, table=draft.table)
             self._is_current = True
+        if isinstance(source, Follows):
+            source.committed(version)
 
     def _write_hint(self, version: Version) -> None:
         try:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from slackwater.checkpoint.shards import Slot, read_slots
 from slackwater.checkpoint.tensor import Bits, TensorSpec
 from slackwater.errors import CorruptError, InvalidInputError, NotFoundError
+from slackwater.ids import Version
 
 INDEX_FILE: Final = "model.safetensors.index.json"
 
@@ -52,6 +53,15 @@ class Quantizes(Protocol):
     @property
     def quantizers(self) -> Mapping[str, Named]:
         """The quantiser of each tensor that one makes."""
+        ...
+
+
+@runtime_checkable
+class Follows(Protocol):
+    """A source that keeps something of the committed state: `slackwater.weights.device.DeviceSource`."""
+
+    def committed(self, version: Version) -> None:
+        """What was read is committed now, as ``version``."""
         ...
 
 
