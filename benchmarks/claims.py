@@ -58,6 +58,11 @@ class Claim:
             return True
         return self.value <= self.target if self.side == "at most" else self.value >= self.target
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether it counts bytes: the same in every run."""
+        return "bits" in self.name or "bytes" in self.name or "size" in self.name
+
     def entry(self) -> dict[str, str | float | bool]:
         """The claim as a JSON object's members."""
         told: dict[str, str | float | bool] = {"name": self.name, "value": _short(self.value)}
