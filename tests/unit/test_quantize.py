@@ -387,3 +387,11 @@ def test_held_bytes_may_lie_in_memory_that_cannot_be_written() -> None:
     for bits in held.values():
         bits.flags.writeable = False
     assert same(MXFP4.quantize(NAME, weights(), held), held)
+
+
+@pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=lambda quantizer: quantizer.name)
+def test_strides_make_no_difference(quantizer: Quantizer) -> None:
+    values = torch.randn(96, 64, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
+    plain = quantizer.quantize("a.weight", values.t().contiguous())
+    strided = quantizer.quantize("a.weight", values.t())
+    assert all(np.array_equal(plain[name], strided[name]) for name in plain)

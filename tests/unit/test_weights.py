@@ -348,3 +348,13 @@ def test_a_failing_source_ends_the_diff_and_the_table_with_its_own_error() -> No
         list(diff(_Broken(), Outline(_Broken().specs().values()), baseline, level="fast", threads=2))
     with pytest.raises(InvalidInputError, match="c is away"):
         hash_source(_Broken(), threads=2)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, {"a": 1}, torch.empty(2, 2, device="meta"), torch.eye(3).to_sparse()],
+    ids=["none", "dict", "meta", "sparse"],
+)
+def test_what_holds_no_plain_values_is_refused_by_name(value: object) -> None:
+    with pytest.raises(InvalidInputError, match=r"layer\.extra"):
+        StateDictSource({"layer.extra": value})  # type: ignore[dict-item]

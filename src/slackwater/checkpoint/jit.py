@@ -21,8 +21,15 @@ _R = TypeVar("_R")
 
 
 def kernel(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Compile a function at its first call, for the array types that it is called with."""
-    return cast("Callable[_P, _R]", numba.njit(function, nogil=True, cache=True))
+    """Compile a function at its first call, for the array types that it is called with.
+
+    Where neither the package's folder nor the user's cache can be written, the code is kept in memory alone, and each
+    process compiles anew; ``NUMBA_CACHE_DIR`` names another place.
+    """
+    try:
+        return cast("Callable[_P, _R]", numba.njit(function, nogil=True, cache=True))
+    except RuntimeError:  # "no locator available": numba looks for a place while it decorates
+        return cast("Callable[_P, _R]", numba.njit(function, nogil=True))
 
 
 @intrinsic

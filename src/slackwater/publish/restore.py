@@ -76,16 +76,16 @@ def _restored(chain: Sequence[Manifest], bits: Mapping[str, Bits]) -> Restored:
 
 
 def _load_anchor(bucket: Get, manifest: Manifest, table: StateTable) -> dict[str, Bits]:
-    bits: dict[str, Bits] = {
-        spec.name: np.empty(spec.num_elements, dtype=spec.bits_dtype) for spec in table.outline.specs
-    }
+    bits: dict[str, Bits] = {}
     by_object: defaultdict[int, list[AnchorTensor]] = defaultdict(list)
     for tensor in manifest.tensors:
         by_object[tensor.object].append(tensor)
     for index, tensors in sorted(by_object.items()):
         body = memoryview(fetch_object(bucket, manifest.objects[index]))
         for tensor in tensors:
-            bits[tensor.name][:] = np.frombuffer(body, tensor.spec.bits_dtype, tensor.spec.num_elements, tensor.offset)
+            spec = tensor.spec
+            held = body[tensor.offset : tensor.offset + spec.num_bytes]
+            bits[spec.name] = np.frombuffer(held, spec.bits_dtype).copy()
     for number in range(table.outline.num_tiles):
         spec, tile = table.outline.place(number)
         if tile_digest(tile.take(bits[spec.name])) != int(table.tiles[number]):

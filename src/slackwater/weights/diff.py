@@ -39,10 +39,11 @@ def diff(
     def encode(bundle: Bundle) -> EncodedBody | None:
         places = [Place(spec=spec, tile=tile) for spec, tile in map(outline.place, bundle)]
         olds = [place.tile.take(baseline[place.spec.name]) for place in places]
-        news = [place.tile.take(read(place.spec.name)) for place in places]
-        encoded = encode_body(places, olds, news, level)
+        lives = [place.tile.take(read(place.spec.name)) for place in places]
+        # Private copies: what is written meanwhile may spoil this version, never the chain.
+        encoded = encode_body(places, olds, [bits.copy() for bits in lives], level)
         for tile in () if encoded is None else encoded.tiles:
-            if tile_digest(news[places.index(tile.place)]) != tile.post:
+            if tile_digest(lives[places.index(tile.place)]) != tile.post:
                 raise InvalidInputError(
                     f"{tile.place} was written while it was encoded",
                     hint="let publish() return before the next optimizer step",

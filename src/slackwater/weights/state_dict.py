@@ -34,8 +34,9 @@ class StateDictSource:
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._tensors: Final = {name: tensors[name] for name in sorted(tensors) if not _is_tied(name, tensors)}
-        self._specs: Final = {name: _spec(name, tensor) for name, tensor in self._tensors.items()}
+        specs = {name: _spec(name, tensors[name]) for name in sorted(tensors)}
+        self._tensors: Final = {name: tensors[name] for name in specs if not _is_tied(name, tensors)}
+        self._specs: Final = {name: specs[name] for name in self._tensors}
 
     def specs(self) -> Mapping[str, TensorSpec]:
         """See `TensorSource.specs`."""
@@ -50,6 +51,10 @@ class StateDictSource:
 
 
 def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
+    if not isinstance(tensor, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance] : a caller's slip
+        raise InvalidInputError(f"{name} is {type(tensor).__name__}, no tensor", hint="leave it out")
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
+        raise InvalidInputError(f"{name} is a tensor without plain values", hint="materialise it as a dense tensor")
     if tensor.dtype not in _DTYPES:
         raise InvalidInputError(f"{name}: {tensor.dtype} can't be published", hint="cast it to the serving dtype")
     return TensorSpec(name=name, dtype=_DTYPES[tensor.dtype], shape=tuple(tensor.shape))

@@ -228,7 +228,7 @@ def _checked(weight: str, values: torch.Tensor) -> tuple[torch.Tensor, float]:
             f"{weight} is {values.dtype} {list(values.shape)}: no matrix of floats",
             hint="pass it as bfloat16, float16 or float32, two-dimensional",
         )
-    values = values.detach()
+    values = values.detach().contiguous()
     if not values.numel():
         return values, 0.0
     lowest, highest = torch.aminmax(values)
