@@ -10,7 +10,7 @@ from pairs import Pair, States, copy, copy_onto, same
 from slackwater.checkpoint.bundles import Bundle, batches
 from slackwater.checkpoint.codec import EncodedBody, Level, Place, apply_body, encode_body
 from slackwater.checkpoint.digest import tile_digest
-from slackwater.checkpoint.manifest import Manifest, encode_manifest
+from slackwater.checkpoint.manifest import Manifest, ObjectRef, encode_manifest
 from slackwater.checkpoint.outline import Outline
 from slackwater.checkpoint.rules import decode_manifest
 from slackwater.checkpoint.state import StateTable
@@ -110,7 +110,9 @@ def publish(pair: Pair, level: Level, held: StateTable | None = None) -> Delta:
         held: The table of ``pair.old``, where it is at hand.
     """
     table = held or hash_source(pair.before, threads=_THREADS)
-    draft = draft_delta(_LABEL, pair.after, table, pair.old, level=level, threads=_THREADS, progress=_quietly)
+    draft = draft_delta(
+        _LABEL, pair.after, table, pair.old, level=level, threads=_THREADS, put=_nowhere, progress=_quietly
+    )
     return Delta(outline=pair.outline, manifest=_reread(draft), objects=_objects(draft))
 
 
@@ -120,6 +122,10 @@ def _reread(draft: Draft) -> Manifest:
 
 def _objects(draft: Draft) -> list[memoryview]:
     return [memoryview(draft.bodies[ref.key]) for ref in draft.manifest.objects]
+
+
+def _nowhere(ref: ObjectRef, body: bytes) -> None:
+    """Where objects go of which the draft keeps the bytes."""
 
 
 def _quietly(stage: str, done: int, total: int) -> None:

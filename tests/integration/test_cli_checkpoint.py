@@ -25,6 +25,7 @@ from states_rig import FILE, RUN, WIDE, altered, bits, first_state, publish_stat
 
 from slackwater.bucket.local import LocalBucket
 from slackwater.checkpoint.codec import Level
+from slackwater.checkpoint.digest import tile_digest
 from slackwater.checkpoint.keys import fold_key, manifest_key
 from slackwater.checkpoint.manifest import Tiles, encode_manifest
 from slackwater.checkpoint.outline import Outline
@@ -37,18 +38,18 @@ from slackwater.cli.progress import PATIENCE_S, Bars
 from slackwater.cli.scratch import Scratch
 from slackwater.cli.snapshot import FoldName, Shelf, VersionName, parse_name
 from slackwater.cli.summary import Summary
-from slackwater.cli.tables import show_report, show_summary
+from slackwater.cli.tables import show_applied, show_report, show_summary
 from slackwater.cli.verify import STATUSES, status_of, verify_snapshot
 from slackwater.errors import ConflictError, CorruptError, InvalidInputError, NotFoundError, WrongBaseError
 from slackwater.ids import Version
-from slackwater.publish.damage import Damage, Report
+from slackwater.publish.damage import Damage, Depth, Report
 from slackwater.publish.lineage import read_manifest
 from slackwater.testing.clock import ManualClock
 from slackwater.weights.delta_folder import DeltaFolder
 from slackwater.weights.diff import hash_source
 from slackwater.weights.patch import Delta, WritableFolder, apply_delta
-from slackwater.weights.source import FolderSource
-from slackwater.weights.undo import FOLDER, UndoLog
+from slackwater.weights.source import UNDO_FOLDER, FolderSource
+from slackwater.weights.undo import UndoLog
 
 SOURCE = Path(__file__).parents[2] / "src"
 
@@ -334,7 +335,7 @@ def test_deltas_and_folds_of_a_bucket_are_applied_to_folders(
         assert bits(out) == bits(states[end])
     apply_to_copy(shelf.state("run/1"), shelf.delta("run/2"), tmp_path / "new", threads=1, work=work)
     assert bits(tmp_path / "new") == bits(states[2])
-    with pytest.raises(InvalidInputError, match="run/3 is an anchor"):
+    with pytest.raises(InvalidInputError, match=r"run/3 is an anchor.*a fold that leads to it: run/2\.\.3"):
         shelf.delta("run/3")
     with pytest.raises(NotFoundError, match="is no delta folder"):
         shelf.delta(str(states[0]))
@@ -347,9 +348,11 @@ def test_a_wrong_base_is_refused_by_tensor_and_leaves_nothing(
         tensors["model.steps"] += 5
 
     other = altered(states[0], tmp_path / "other", change)
-    with pytest.raises(WrongBaseError, match=r"model\.steps tile 0 isn't what the delta was made on"):
+    with pytest.raises(
+        WrongBaseError, match=r"made on state \w{12}; the model held is state \w{12}: model\.steps tile 0 differs"
+    ):
         apply_to_copy(FolderSource(other), delta_at(deltas[0]), tmp_path / "new", threads=1, work=work)
-    with pytest.raises(WrongBaseError, match="isn't what the delta was made on, nor are"):
+    with pytest.raises(WrongBaseError, match=r"tile 0 and \d+ more differ"):
         apply_to_copy(FolderSource(states[2]), delta_at(deltas[0]), tmp_path / "new", threads=1, work=work)
     assert not (tmp_path / "new").exists()
 
@@ -448,7 +451,7 @@ def test_a_folder_is_changed_in_place_once_and_twice(
 def test_a_wrong_base_is_not_touched(states: list[Path], deltas: list[Path], tmp_path: Path, work: Attended) -> None:
     folder = copy_of(states[0], tmp_path / "model")
     before = contents(folder)
-    with pytest.raises(WrongBaseError, match="isn't what the delta was made on"):
+    with pytest.raises(WrongBaseError, match=r"tile 0 and \d+ more differ"):
         apply_in_place(folder, delta_at(deltas[2]), threads=1, work=work)
     assert contents(folder) == before
 
@@ -527,8 +530,9 @@ def test_a8_09_an_application_that_is_killed_goes_on_with_the_tiles_that_were_to
     folder = copy_of(states[0], tmp_path / "model")
     command = [sys.executable, "-c", KILLED, str(folder), str(deltas[0]), str(after), how]
     assert subprocess.run(command, check=False, env=environment()).returncode == -signal.SIGKILL
-    assert (folder / FOLDER).is_dir()
-    assert bits(folder) not in (bits(states[0]), bits(states[1])) or how == "clean"
+    assert (folder / UNDO_FOLDER).is_dir()
+    held = bits(FolderSource(folder, half_written=True))
+    assert held not in (bits(states[0]), bits(states[1])) or how == "clean"
     apply_in_place(folder, delta_at(deltas[0]), threads=1, work=work)
     assert contents(folder) == contents(states[1])
 
@@ -550,12 +554,12 @@ def test_a_broken_record_is_forgotten(
     states: list[Path], deltas: list[Path], tmp_path: Path, work: Attended, body: bytes
 ) -> None:
     folder = copy_of(states[0], tmp_path / "model")
-    (folder / FOLDER).mkdir()
-    (folder / FOLDER / "3").write_bytes(body)
-    (folder / FOLDER / "4.part").write_bytes(b"half")
+    (folder / UNDO_FOLDER).mkdir()
+    (folder / UNDO_FOLDER / "3").write_bytes(body)
+    (folder / UNDO_FOLDER / "4.part").write_bytes(b"half")
     apply_in_place(folder, delta_at(deltas[0]), threads=1, work=work)
     assert contents(folder) == contents(states[1])
-    assert not (folder / FOLDER).exists()
+    assert not (folder / UNDO_FOLDER).exists()
 
 
 def test_a_record_whose_bits_are_spoilt_is_not_written(states: list[Path], tmp_path: Path) -> None:
@@ -563,15 +567,15 @@ def test_a_record_whose_bits_are_spoilt_is_not_written(states: list[Path], tmp_p
     target = WritableFolder(FolderSource(folder))
     outline = Outline(target.specs().values())
     undo, number = UndoLog(folder, outline), outline.number("model.scale", 0)
-    kept = tmp_path / "record"
+    kept, held = tmp_path / "record", tile_digest(target.bits("model.scale"))
     with undo.keeping([number], [target.bits("model.scale")]):
-        shutil.copy(folder / FOLDER / str(number), kept)
-    assert list((folder / FOLDER).iterdir()) == []
+        shutil.copy(folder / UNDO_FOLDER / str(number), kept)
+    assert list((folder / UNDO_FOLDER).iterdir()) == []
     for body, restored in ((kept.read_bytes(), True), (kept.read_bytes()[:-1] + b"\x99", False)):
         target.bits("model.scale")[:] = 0
-        (folder / FOLDER).mkdir(exist_ok=True)
-        (folder / FOLDER / str(number)).write_bytes(body)
-        assert undo.put_back(target) == 1
+        (folder / UNDO_FOLDER).mkdir(exist_ok=True)
+        (folder / UNDO_FOLDER / str(number)).write_bytes(body)
+        assert undo.put_back(target, {number: (held, 0)}) == 1
         assert (bits(target)["model.scale"] == bits(states[0])["model.scale"]) is restored
 
 
@@ -603,6 +607,90 @@ def test_two_applications_to_one_folder_do_not_meet(
     apply_in_place(folder, delta_at(deltas[0]), threads=1, work=work)
     with pytest.raises(InvalidInputError, match="is no folder"):
         apply_in_place(tmp_path / "missing", delta_at(deltas[0]), threads=1, work=work)
+
+
+def test_a_model_that_is_already_the_result_is_told_to_be_so(
+    states: list[Path], deltas: list[Path], tmp_path: Path, work: Attended, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = copy_of(states[0], tmp_path / "model")
+    made = [
+        apply_in_place(folder, delta_at(deltas[0]), threads=1, work=work),
+        apply_in_place(folder, delta_at(deltas[0]), threads=1, work=work),
+        apply_to_copy(FolderSource(folder), delta_at(deltas[0]), tmp_path / "new", threads=1, work=work),
+    ]
+    assert [item.was_after for item in made] == [False, True, True]
+    assert [bool(item.num_changed) for item in made] == [True, False, False]
+    for item in made:
+        show_applied(item)
+    first, *others = capsys.readouterr().out.splitlines()
+    assert "elements changed, from" in first
+    assert all("and so was the model before: nothing changed" in line for line in others)
+
+
+# What isn't there
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "says"),
+    [
+        ("run", InvalidInputError, r"run is a run, not a snapshot \(name RUN/VERSION; the newest is run/4\)"),
+        ("rnu", NotFoundError, r"neither a folder rnu nor a run rnu in .*\(it has: run\)"),
+        ("./rnu", InvalidInputError, r"rnu is no folder"),
+        ("a b", InvalidInputError, r"a b is no folder"),
+        ("rnu/1", NotFoundError, r"there is no run rnu in file://.*\(it has: run\)"),
+        ("run/9", NotFoundError, r"run has no version 9 \(the newest is run/4\)"),
+        ("run/0..2", NotFoundError, r"nobody made the fold run/0\.\.2 \(make it with `slackwater fold run/0\.\.2 "),
+        ("run/0..9", NotFoundError, r"run has no version 9"),
+        ("rnu/0..9", NotFoundError, r"there is no run rnu"),
+        ("run/3..2", InvalidInputError, r"a fold leads to a later version"),
+    ],
+)
+def test_a_slip_in_a_name_is_told_with_what_is_there(
+    shelf: Shelf, work: Attended, text: str, error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        inspect_snapshot(text, None, 1, shelf, work)
+    with pytest.raises(error, match=says):
+        verify_snapshot(text, None, "objects", threads=1, shelf=shelf, work=work)
+
+
+def test_a_bucket_tells_of_its_runs_up_to_a_bound(tmp_path: Path, work: Attended) -> None:
+    shelf = Shelf(str(tmp_path), work, 1)
+    with pytest.raises(NotFoundError, match="no run is found in it"):
+        inspect_snapshot("run/1", None, 1, shelf, work)
+    for number in range(7):
+        LocalBucket(tmp_path).put(f"run{number}/manifests/00000000.json", b"{}")
+    LocalBucket(tmp_path).put("other/thing.json", b"{}")
+    with pytest.raises(NotFoundError, match="it has: run0, run1, run2, run3, run4 and more"):
+        inspect_snapshot("run/1", None, 1, shelf, work)
+
+
+@pytest.mark.parametrize("with_hint", [True, False])
+def test_a_version_that_is_gone_below_the_newest_is_damage(
+    bucket: Path, tmp_path: Path, work: Attended, *, with_hint: bool
+) -> None:
+    spoilt = copy_of(bucket, tmp_path / "bucket")
+    (spoilt / manifest_key(RUN, Version(2))).unlink()
+    if not with_hint:
+        (spoilt / RUN / "head.json").unlink()
+    shelf = Shelf(str(spoilt), work, 1)
+    assert status_of(verify_snapshot("run/2", None, "objects", threads=1, shelf=shelf, work=work)) == 3
+    with pytest.raises(NotFoundError, match=r"version 2 of run is gone.*the newest is run/4"):
+        inspect_snapshot("run/2", None, 1, shelf, work)
+    with pytest.raises(NotFoundError, match="run has no version 5"):
+        verify_snapshot("run/5", None, "objects", threads=1, shelf=shelf, work=work)
+
+
+def test_the_wrong_version_as_a_base_is_refused_by_manifests_alone(states: list[Path], shelf: Shelf) -> None:
+    with pytest.raises(
+        WrongBaseError, match=r"run/4 is made on .*\(version 3\); run/0 is .*name run/3, or make a fold"
+    ):
+        shelf.check_base("run/0", "run/4", may_be_after=True)
+    with pytest.raises(WrongBaseError, match=r"run/1\.\.3 is made on .*\(version 1\); run/4 is .*\(name run/1\)"):
+        shelf.check_base("run/4", "run/1..3", may_be_after=True)
+    shelf.check_base("run/1", "run/1", may_be_after=True)
+    shelf.check_base("run/0", "run/1", may_be_after=False)
+    shelf.check_base(str(states[3]), "run/1", may_be_after=False)  # is compared when it is read
 
 
 # fold
@@ -641,7 +729,7 @@ def test_deltas_that_do_not_follow_are_refused_by_name(
 ) -> None:
     with pytest.raises(WrongBaseError, match=r"delta2 was made on \w+, and .*delta0 leads to"):
         fold([deltas[0], deltas[2]], states[0], tmp_path / "fold", shelf, work)
-    with pytest.raises(WrongBaseError, match="tile 0 isn't what the delta was made on"):
+    with pytest.raises(WrongBaseError, match=r"tile 0 and \d+ more differ"):
         fold(deltas[:2], states[2], tmp_path / "fold", shelf, work)
     with pytest.raises(WrongBaseError, match="has been applied to some of it"):
         fold(deltas[:2], states[1], tmp_path / "fold", shelf, work)
@@ -714,10 +802,17 @@ def test_with_its_base_a_delta_tells_how_far_elements_move(
         old, new = np.float32(-0.25).view(np.int32), np.float32(1.0).view(np.int32)
         assert moved["model.scale"] == int(new) + (int(old) & 0x7FFFFFFF) + 1  # over both zeros
     assert all(item.distance is None for item in inspect("run/1", shelf, work).listed)
-    with pytest.raises(WrongBaseError, match="is as after the delta"):
-        inspect("run/1", shelf, work, "run/1")
-    with pytest.raises(WrongBaseError, match="isn't what the delta was made on"):
-        inspect("run/1", shelf, work, "run/2")
+    for base in ("run/1", "run/2"):
+        with pytest.raises(
+            WrongBaseError, match=rf"run/1 is made on state \w+ \(version 0\); {base} is .*\(name run/0\)"
+        ):
+            inspect("run/1", shelf, work, base)
+    with pytest.raises(WrongBaseError, match=r"held is state \w+: .* is as after the delta .*, run/0\)"):
+        inspect("run/1", shelf, work, states[1])
+    with pytest.raises(WrongBaseError, match=r"held is state \w+: .* isn't what the delta was made on"):
+        inspect("run/1", shelf, work, states[2])
+    with pytest.raises(WrongBaseError, match=r"name run/1, or make a fold: `slackwater fold run/0\.\.2 --bucket …`"):
+        inspect("run/2", shelf, work, "run/0")
     with pytest.raises(InvalidInputError, match="is no delta"):
         inspect(states[0], shelf, work, states[0])
 
@@ -773,17 +868,50 @@ def test_everything_that_can_be_named_can_be_verified(
         verify_snapshot("run/4", "run/3", "tensors", threads=1, shelf=shelf, work=work)
 
 
+@pytest.mark.parametrize("depth", ["manifest", "objects"])
+def test_a_base_that_would_not_be_read_is_refused(
+    states: list[Path], deltas: list[Path], shelf: Shelf, work: Attended, depth: Depth
+) -> None:
+    with pytest.raises(InvalidInputError, match=r"reads no base .*--depth tensors"):
+        verify_snapshot(str(deltas[0]), str(states[0]), depth, threads=1, shelf=shelf, work=work)
+
+
+def test_a_verdict_tells_what_was_checked_and_what_was_not(
+    states: list[Path], deltas: list[Path], shelf: Shelf, work: Attended, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def verdict(text: Path | str, depth: Depth) -> str:
+        report = verify_snapshot(str(text), None, depth, threads=1, shelf=shelf, work=work)
+        show_report("it", report, as_json=False)
+        return capsys.readouterr().out
+
+    assert re.match(
+        r"it: good: checked 3 manifests; state \w{12}\. Neither objects nor tens", verdict("run/2", "manifest")
+    )
+    assert re.match(
+        r"it: good: checked 3 manifests, 6 objects of 8\.\d+ MB; state \w{12}\. Tensors were not rebuilt; --depth t",
+        verdict("run/2", "objects"),
+    )
+    assert re.fullmatch(
+        r"it: good: checked 3 manifests, 6 objects of \S+ MB, 22 tiles; state \w{12}\n", verdict("run/2", "tensors")
+    )
+    assert re.match(r"it: good: checked 1 manifest, 1 object of .*Tensors were not", verdict(deltas[0], "objects"))
+    assert "Headers alone were read; --depth objects" in verdict(states[0], "manifest")
+    assert re.fullmatch(r"it: good: checked 1 file of \S+ MB, 22 tiles; state \w+\n", verdict(states[0], "objects"))
+    (deltas[0] / "outline.json").unlink()
+    assert verdict(deltas[0], "objects").startswith("missing: outline.json: it isn't there")
+
+
 def test_a_report_prints_a_line_for_each_finding_and_a_verdict(capsys: pytest.CaptureFixture[str]) -> None:
-    report = Report(depth="objects")
+    report = Report(depth="tensors")
     show_report("run/4", report, as_json=False)
     for number in range(105):
         report.note("missing", f"run/{number}", "it isn't there")
     show_report("run/4", report, as_json=False)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("run/4: good")
+    assert lines[0] == "run/4: good: checked nothing"
     assert lines[1] == "missing: run/0: it isn't there"
     assert lines[-2] == "… and 5 more"
-    assert lines[-1].startswith("run/4: missing: 105")
+    assert lines[-1] == "run/4: damaged: 105 missing (whole: nothing)"
     show_report("run/4", report, as_json=True)
     read = json.loads(capsys.readouterr().out)
     assert (read["status"], read["counts"], len(read["findings"])) == (3, {"missing": 105}, 100)
@@ -828,7 +956,7 @@ def test_the_status_tells_the_damage(bucket: Path, tmp_path: Path) -> None:
     blob.write_bytes(b"x" + blob.read_bytes()[1:])
     found = slackwater("verify", "run/2", "--bucket", spoilt)
     assert (found.returncode, found.stderr) == (6, "")
-    assert found.stdout.splitlines()[0].startswith(f"object: {manifest.objects[0].key}: ")
+    assert found.stdout.splitlines()[0].startswith(f"object: {manifest.objects[0].key} hasn't the SHA-256")
     assert slackwater("verify", "run/2", "--bucket", spoilt, "--depth", "manifest").returncode == 0
     blob.unlink()
     assert slackwater("verify", "run/2", "--bucket", spoilt).returncode == 3
@@ -843,7 +971,10 @@ def test_the_status_tells_the_damage(bucket: Path, tmp_path: Path) -> None:
         (["fold", "run/1..2"], 1, "--bucket"),
         (["diff", "nowhere", "nowhere"], 1, "nowhere is no folder"),
         (["inspect", "run/1"], 1, "--bucket"),
-        (["verify", "run/1", "--bucket", "nowhere"], 3, ""),
+        (["verify", "run/1", "--bucket", "nowhere"], 1, "no such bucket"),
+        (["diff", "a", "b", "--level", "wna"], 2, "did you mean wan?"),
+        (["verify", "a", "--depth", "tensor"], 2, "none of manifest, objects, tensors"),
+        (["publish", "a", "--bucket", "b", "--run", "r", "--level", "max"], 2, "'max' is none of fast, wan"),
     ],
 )
 def test_a_wrong_call_is_told(tmp_path: Path, words: list[str], status: int, says: str) -> None:
@@ -853,6 +984,43 @@ def test_a_wrong_call_is_told(tmp_path: Path, words: list[str], status: int, say
     )  # fmt: skip
     assert (done.returncode, says in done.stderr) == (status, True)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_publication_is_told_with_what_it_makes(states: list[Path], tmp_path: Path) -> None:
+    where = ("--bucket", tmp_path / "new" / "bucket", "--run", "r", "--threads", "1")
+    first = slackwater("publish", states[0], *where)
+    made, line = first.stdout.splitlines()
+    assert (first.returncode, made) == (0, f"made directory {tmp_path / 'new' / 'bucket'}")
+    assert re.match(
+        r"published r/0, anchor, a new run of 4,195,418 elements: 8\.\d+ MB for a model of 8\.39 MB, enc", line
+    )
+    second = slackwater("publish", states[1], *where, "--level", "wan")
+    assert re.match(r"published r/1, delta: \S+ kB for a model of 8\.39 MB, [\d,]+ of 4,195,418 elem", second.stdout)
+    third = json.loads(slackwater("publish", states[2], *where, "--json").stdout)
+    assert (third["version"], third["kind"], third["is_new_run"], third["made_directory"]) == (2, "delta", False, None)
+
+
+def test_a_folder_that_lacks_tensors_is_published_on_request_alone(states: list[Path], tmp_path: Path) -> None:
+    where = ("--bucket", tmp_path / "bucket", "--run", "r")
+    assert slackwater("publish", states[0], *where).returncode == 0
+    less = altered(states[1], tmp_path / "less", without_scale)
+    refused = slackwater("publish", less, *where)
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert "less lacks model.scale of run r (save the whole model, or with --partial they stay" in refused.stderr
+    assert slackwater("publish", less, *where, "--anchor").returncode == 1
+    done = slackwater("publish", less, *where, "--partial")
+    assert (done.returncode, done.stdout.startswith("published r/1, delta: ")) == (0, True)
+
+
+def test_the_version_and_an_example_of_each_verb_are_told() -> None:
+    assert re.fullmatch(r"slackwater \d+\.\d+\.\d+\n", slackwater("--version").stdout)
+    for verb, names in {
+        "publish": ["FOLDER", "--partial", "--level", "--threads", "--json"], "diff": ["OLD", "NEW", "random"],
+        "apply": ["OLD", "DELTA"], "fold": ["DELTA"], "inspect": ["SNAPSHOT"], "verify": ["SNAPSHOT"],
+    }.items():  # fmt: skip
+        shown = slackwater(verb, "--help").stdout
+        assert f"Example: slackwater {verb} " in shown
+        assert [name for name in names if name not in shown] == []
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -937,3 +1105,68 @@ def test_after_the_end_nothing_appears(tmp_path: Path) -> None:
     late.join(0.1)
     assert late.is_alive()  # and stays so: the process is about to end
     assert list(tmp_path.iterdir()) == []
+
+
+def test_records_are_ours_alone_and_of_this_delta(
+    states: list[Path], deltas: list[Path], tmp_path: Path, work: Attended
+) -> None:
+    precious = tmp_path / "elsewhere"
+    precious.mkdir()
+    (precious / "3").write_text("mine")
+    folder = copy_of(states[0], tmp_path / "linked")
+    (folder / UNDO_FOLDER).symlink_to(precious)
+    with pytest.raises(InvalidInputError, match="no folder of ours"):
+        apply_in_place(folder, delta_at(deltas[0]), threads=1, work=work)
+    assert (precious / "3").read_text() == "mine"
+
+    folder = copy_of(states[0], tmp_path / "fifo")
+    (folder / UNDO_FOLDER).mkdir()
+    os.mkfifo(folder / UNDO_FOLDER / "5")
+    (folder / UNDO_FOLDER / "note.txt").write_text("mine")
+    apply_in_place(folder, delta_at(deltas[0]), threads=1, work=work)
+    assert (folder / UNDO_FOLDER / "note.txt").read_text() == "mine"
+
+
+def test_a_record_of_another_delta_writes_nothing_and_a_stale_one_spoils_nothing(
+    states: list[Path], deltas: list[Path], tmp_path: Path, work: Attended
+) -> None:
+    outline = Outline(FolderSource(states[0]).specs().values())
+    changed = delta_at(deltas[0]).manifest.tiles
+    assert changed is not None
+    number = changed.number[0]
+    spec, tile = outline.place(number)
+    for at, expected in ((0, None), (1, None), (2, ConflictError)):
+        folder = copy_of(states[at], tmp_path / f"model{at}")
+        undo = UndoLog(folder, outline)
+        old = tile.take(FolderSource(states[0] if expected is None else states[2]).bits(spec.name))
+        kept = tmp_path / f"kept{at}"
+        with undo.keeping([number], [old]):
+            shutil.copy(folder / UNDO_FOLDER / str(number), kept)
+        (folder / UNDO_FOLDER).mkdir(exist_ok=True)
+        shutil.copy(kept, folder / UNDO_FOLDER / str(number))
+        before = contents(folder)
+        if expected is None:
+            apply_in_place(folder, delta_at(deltas[0]), threads=1, work=work)
+            assert contents(folder) == contents(states[1])
+        else:
+            with pytest.raises(ConflictError, match="another delta was interrupted"):
+                apply_in_place(folder, delta_at(deltas[0]), threads=1, work=work)
+            assert contents(folder) == before
+
+
+def test_a_half_written_folder_is_no_source(states: list[Path], tmp_path: Path) -> None:
+    folder = copy_of(states[0], tmp_path / "model")
+    (folder / UNDO_FOLDER).mkdir()
+    with pytest.raises(ConflictError, match="half written"):
+        FolderSource(folder)
+
+
+def test_a_strangers_name_stays_in_its_line(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    save_file({"x\x1b[2J\nslackwater: all good": torch.zeros(2)}, folder / "model.safetensors")
+    command = [sys.executable, "-m", "slackwater.cli.main", "inspect", str(folder)]
+    ran = subprocess.run(command, check=True, capture_output=True, text=True, env=environment())
+    assert "\x1b" not in ran.stdout
+    assert r"x\x1b[2J\nslackwater: all good" in ran.stdout

@@ -30,7 +30,8 @@ ALLOWED: dict[str, set[str]] = {
     "dashboard": set(),
 }
 PURE = [
-    "checkpoint", "rollout", "publish/plan.py", "replica/swap.py", "hotload/operation.py", "router/policy.py",
+    "checkpoint", "rollout", "publish/plan.py", "publish/merge.py", "publish/retention.py",
+    "replica/swap.py", "hotload/operation.py", "router/policy.py",
     "router/pool.py", "engine/placement.py", "trainer/samples.py", "trainer/align.py",
 ]  # fmt: skip
 IMPURE_IMPORTS = {"asyncio", "threading", "socket", "time", "torch", "aiohttp", "obstore", "starlette", "subprocess"}

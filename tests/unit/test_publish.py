@@ -326,13 +326,36 @@ class _Racing(StateDictSource):
         return bits + np.uint32(self._readings) if name == "model.norm.bias" else bits
 
 
-def test_weights_written_while_published_are_told_and_never_become_the_baseline(model: Path) -> None:
+def test_weights_written_after_they_were_encoded_leave_the_baseline_as_committed(model: Path) -> None:
     bucket = MemoryBucket()
     publisher = Publisher(bucket, RUN)
     publisher.publish(StateDictSource(weights()), step=0, folder_files=model)
-    with pytest.raises(InvalidInputError, match=r"model\.norm\.bias was written"):
-        publisher.publish(_Racing(weights()), step=1)
+    publisher.publish(_Racing(weights()), step=1)
     assert restored(bucket, 1) == all_bits(_Racing(weights()))  # as it was read first
+    assert {name: publisher.held_bits(name).tobytes() for name in publisher.held_specs()} == restored(bucket, 1)
+    last = trained(weights(), 3)
+    assert publisher.publish(StateDictSource(last), step=2).version == 2
+    assert restored(bucket, 2) == all_bits(StateDictSource(last))
+
+
+class _Following(_Racing):
+    """A source that goes on from what was committed, as one on a device does."""
+
+    told: Version | None = None
+
+    def committed(self, version: Version) -> None:
+        self.told = version
+
+
+def test_a_source_that_goes_on_from_the_commit_is_not_told_it_holds_what_was_written_since(model: Path) -> None:
+    bucket = MemoryBucket()
+    publisher = Publisher(bucket, RUN)
+    publisher.publish(StateDictSource(weights()), step=0, folder_files=model)
+    source = _Following(weights())
+    with pytest.raises(InvalidInputError, match=r"model\.norm\.bias was written"):
+        publisher.publish(source, step=1)
+    assert source.told is None
+    assert restored(bucket, 1) == all_bits(_Racing(weights()))
     last = trained(weights(), 3)
     assert publisher.publish(StateDictSource(last), step=2).version == 2
     assert restored(bucket, 2) == all_bits(StateDictSource(last))
@@ -459,3 +482,8 @@ def test_folders_may_be_named_by_strings(model: Path) -> None:
 def test_a_publisher_that_is_opened_on_no_bucket_says_so_at_once(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError):
         Publisher.open(LocalBucket(tmp_path / "missing"), RUN)
+
+
+def test_an_unknown_level_is_refused_before_anything_is_published() -> None:
+    with pytest.raises(InvalidInputError, match="no level 'max'"):
+        Publisher(MemoryBucket(), RUN, level="max")  # type: ignore[arg-type]

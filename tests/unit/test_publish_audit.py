@@ -368,6 +368,36 @@ def test_a_model_folder_tells_its_state_or_its_broken_file(auditor: Audits, stat
     assert [damage for damage, _ in found(auditor("objects").folder(cut))] == ["object"]
 
 
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_model_folder_whose_files_do_not_fit_together_is_damaged(
+    auditor: Audits, states: list[Path], tmp_path: Path, depth: Depth
+) -> None:
+    with pytest.raises(InvalidInputError, match="is no folder"):
+        auditor(depth).folder(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    assert found(auditor(depth).folder(tmp_path / "empty")) == [("missing", str(tmp_path / "empty"))]
+    folder = shutil.copytree(states[0], tmp_path / "model")
+    index = folder / "model.safetensors.index.json"
+    cases: list[tuple[str, Damage]] = [
+        ('{"weight_map": {"a": "gone.safetensors"}}', "missing"),
+        ('{"weight_map": {}}', "missing"),
+        (f'{{"weight_map": {{"a": "{FILE}"}}}}', "object"),
+        (f'{{"weight_map": {{"{WIDE}": "{FILE}"}}}}', "object"),
+        ("{", "object"),
+    ]
+    for body, damage in cases:
+        index.write_text(body)
+        assert found(auditor(depth).folder(folder)) == [(damage, str(folder))]
+
+
+def test_a_delta_folder_without_its_outline_is_told_by_that_file(
+    auditor: Audits, states: list[Path], tmp_path: Path
+) -> None:
+    folder = delta_folder(states[0], states[1], tmp_path / "delta")
+    (folder / "outline.json").unlink()
+    assert found(auditor("objects").delta(folder, None)) == [("missing", "outline.json")]
+
+
 def test_another_bit_is_another_state(auditor: Audits, states: list[Path], tmp_path: Path) -> None:
     def flip(tensors: dict[str, torch.Tensor]) -> None:
         tensors[WIDE].view(torch.int16)[1, -1] ^= 1

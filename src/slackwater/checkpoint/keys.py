@@ -6,6 +6,7 @@
     <run>/anchors/00000000-<digest>/<file>     an ordinary Hugging Face folder
     <run>/blobs/<sha256>                       packs of delta tiles, named by their content
     <run>/folds/00000003-00000007.json         a fold: what leads from version 3 to version 7 in one step
+    <run>/signatures/<sha256>.json             the signature of the manifest with this SHA-256, put before it
     <run>/head.json                            a hint: the newest version that its writer knew
 """
 
@@ -46,6 +47,11 @@ def parse_fold_key(run: RunId, key: str) -> tuple[Version, Version] | None:
     """What a key under `folds_prefix` leads from and to; None where it is no fold's."""
     found = _FOLD.fullmatch(key.removeprefix(folds_prefix(run)))
     return None if found is None else (Version(int(found[1])), Version(int(found[2])))
+
+
+def signature_key(run: RunId, manifest: ObjectDigest) -> str:
+    """A manifest's signature, by the manifest's SHA-256. See `slackwater.checkpoint.signature`."""
+    return f"{run}/signatures/{manifest}.json"
 
 
 def head_key(run: RunId) -> str:

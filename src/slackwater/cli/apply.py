@@ -27,9 +27,11 @@ class Applied:
     folder: Path
     state: StateDigest
     num_changed: int
-    """Elements that the delta changes."""
+    """Elements that were changed."""
     num_bytes: int
-    """Bytes of its objects."""
+    """Bytes of the delta's objects."""
+    was_after: bool
+    """Whether the state was what the delta makes already."""
 
 
 def apply_to_copy(source: FolderSource, delta: Delta, out: Path, *, threads: int, work: Attended) -> Applied:
@@ -51,7 +53,7 @@ def apply_to_copy(source: FolderSource, delta: Delta, out: Path, *, threads: int
     write(target, wanted.outline, delta, threads=threads, work=work)
     _verify(target, wanted, threads, work)
     work.scratch.appear(folder, out)
-    return _applied(out, delta)
+    return _applied(out, delta, table)
 
 
 def apply_in_place(folder: Path, delta: Delta, *, threads: int, work: Attended) -> Applied:
@@ -67,16 +69,24 @@ def apply_in_place(folder: Path, delta: Delta, *, threads: int, work: Attended) 
         NotFoundError: A part of it is missing.
     """
     with _locked(folder):
-        source = FolderSource(folder)
+        source = FolderSource(folder, half_written=True)
         _check_alone(source)
         target, undo = WritableFolder(source), UndoLog(folder, Outline(source.specs().values()))
-        undo.put_back(target)
-        wanted = state_after(_read(target, "read", threads, work), delta.manifest)
-        write(target, wanted.outline, delta, threads=threads, work=work, undo=undo)
+        undo.put_back(target, delta.pairs)
+        table = _read(target, "read", threads, work)
+        wanted = state_after(table, delta.manifest)
+        for ref in delta.manifest.objects:
+            delta.pack(ref)  # all there and whole, before anything is written
+        try:
+            write(target, wanted.outline, delta, threads=threads, work=work, undo=undo)
+        except CorruptError as error:
+            raise CorruptError(
+                f"{error.message}; {folder} is partly changed", hint="apply an undamaged copy of this delta to it"
+            ) from error
         _verify(target, wanted, threads, work)
         target.flush()
         undo.close()
-    return _applied(folder, delta)
+    return _applied(folder, delta, table)
 
 
 def write(
@@ -107,9 +117,15 @@ def _verify(target: WritableFolder, wanted: StateTable, threads: int, work: Atte
         )
 
 
-def _applied(folder: Path, delta: Delta) -> Applied:
-    manifest = delta.manifest
-    return Applied(folder=folder, state=manifest.state, num_changed=manifest.num_changed, num_bytes=manifest.num_bytes)
+def _applied(folder: Path, delta: Delta, before: StateTable) -> Applied:
+    manifest, was_after = delta.manifest, before.digest == delta.manifest.state
+    return Applied(
+        folder=folder,
+        state=manifest.state,
+        num_changed=0 if was_after else manifest.num_changed,
+        num_bytes=manifest.num_bytes,
+        was_after=was_after,
+    )
 
 
 def _check_alone(source: FolderSource) -> None:

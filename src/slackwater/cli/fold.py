@@ -11,7 +11,7 @@ from slackwater.checkpoint.outline import Outline
 from slackwater.cli.apply import write
 from slackwater.cli.attended import Attended
 from slackwater.cli.diff import DiffSettings, make_delta
-from slackwater.cli.snapshot import FoldName, Shelf
+from slackwater.cli.snapshot import FoldName, Shelf, VersionName
 from slackwater.cli.summary import Kind, Summary, summarize
 from slackwater.errors import CorruptError, WrongBaseError
 from slackwater.publish.fold import fold
@@ -29,6 +29,8 @@ def fold_in_bucket(name: FoldName, settings: DiffSettings, shelf: Shelf, work: A
         NotFoundError: A version isn't there.
         CorruptError: The run is damaged.
     """
+    for version in (name.start, name.end):
+        shelf.manifest(VersionName(run=name.run, version=version))  # tells why it isn't there
     folded = fold(
         shelf.bucket, name.run, name.start, name.end,
         scratch=work.scratch.folder(), level=settings.level, threads=settings.threads, progress=work.tell,
@@ -58,6 +60,7 @@ def fold_folders(texts: Sequence[str], base: str, settings: DiffSettings, shelf:
     deltas = [shelf.delta(text) for text in texts]
     for (before, left), (after, right) in pairwise(zip(texts, deltas, strict=True)):
         _check_follows(before, left.manifest, after, right.manifest)
+    shelf.check_base(base, texts[0], may_be_after=False)
     old = shelf.state(base)
     _check_base(old, deltas[0].manifest, settings.threads, work)
     new = _patched(old, deltas, settings.threads, work)

@@ -1,6 +1,7 @@
 """``slackwater inspect``: what a snapshot holds, from its manifest alone."""
 
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 from slackwater.checkpoint.manifest import Manifest, encode_manifest
@@ -8,10 +9,13 @@ from slackwater.checkpoint.outline import Outline
 from slackwater.cli.attended import Attended
 from slackwater.cli.snapshot import FoldName, Shelf
 from slackwater.cli.summary import Kind, Summary, summarize, summarize_outline
-from slackwater.errors import InvalidInputError
+from slackwater.errors import InvalidInputError, WrongBaseError
 from slackwater.weights.delta_folder import DeltaFolder, is_delta_folder
+from slackwater.weights.diff import hash_source
 from slackwater.weights.moved import distances
+from slackwater.weights.patch import wrong_base
 from slackwater.weights.source import FolderSource
+from slackwater.weights.watched import Watched
 
 
 def inspect_snapshot(text: str, base: str | None, threads: int, shelf: Shelf, work: Attended) -> Summary:
@@ -57,8 +61,15 @@ def _summarize_folder(text: str, source: FolderSource) -> Summary:
 
 
 def _moved(text: str, base: str, outline: Outline, threads: int, shelf: Shelf, work: Attended) -> Counter[int]:
+    shelf.check_base(base, text, may_be_after=False)
     delta, source = shelf.delta(text), shelf.state(base)
     if Outline(source.specs().values()) != outline:
         raise InvalidInputError(f"{base} hasn't the tensors that {text} was made on", hint="name the state before it")
     total = 0 if delta.manifest.bodies is None else len(delta.manifest.bodies.length)
-    return distances(source, outline, delta, threads=threads, progress=lambda done: work.tell("decode", done, total))
+    try:
+        return distances(
+            source, outline, delta, threads=threads, progress=lambda done: work.tell("decode", done, total)
+        )
+    except WrongBaseError as error:
+        held = hash_source(Watched(source, partial(work.tell, "read")), threads=threads)
+        raise wrong_base(delta.manifest, held.digest, error.message) from error

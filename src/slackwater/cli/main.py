@@ -4,16 +4,18 @@ import asyncio
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, get_args
 
 import typer
 
 from slackwater.cli.doctor import doctor
 from slackwater.cli.ending import Ending
 from slackwater.cli.keys import keys_from
+from slackwater.cli.text import plain
+from slackwater.cli.typed import one_of, tell_version
 from slackwater.config.process import GatewaySettings, ReplicaSettings, parse_replicas
 from slackwater.errors import SlackwaterError
-from slackwater.ids import ReplicaId, run_id
+from slackwater.ids import ReplicaId, Version, run_id
 from slackwater.publish.damage import Depth
 from slackwater.telemetry import log
 
@@ -35,38 +37,68 @@ OptionalBucket = Annotated[
     str | None, typer.Option("--bucket", help="Bucket in which run/12 is a version and run/3..7 a fold.")
 ]
 Threads = Annotated[int, typer.Option(min=1, max=256, help="Tiles worked on at once.")]
-LevelName = Annotated[Literal["fast", "wan"], typer.Option("--level", help="wan: fewer bytes, and more time.")]
+LevelName = Annotated[
+    Literal["fast", "wan"],
+    typer.Option(
+        "--level",
+        parser=one_of("fast", "wan"),
+        metavar="fast|wan",
+        help="wan: more time, and fewer bytes on trained weights; on random ones it saves none.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")]
 Top = Annotated[int, typer.Option(min=0, help="Tensors to list; --json lists all.")]
+Old = Annotated[str, typer.Argument(metavar="OLD", help="The state before: a model folder, or run/12 with --bucket.")]
+Snapshot = Annotated[
+    str,
+    typer.Argument(metavar="SNAPSHOT", help="A model or delta folder, or run/12 or run/3..7 with --bucket."),
+]
 Supervised = Annotated[bool, typer.Option("--supervised", help="End when standard input ends.", hidden=True)]
 
 app.command()(doctor)
 
 
-@app.command()
+@app.callback()
+def slackwater(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=tell_version, is_eager=True, help="Tell the version, and end.")
+    ] = False,
+) -> None:
+    """Rollouts for reinforcement learning: every step's weights, live; every token labelled."""
+
+
+@app.command(epilog="Example: slackwater publish ./model --bucket s3://bucket/prefix --run my-run --step 0")
 def publish(
-    folder: Annotated[Path, typer.Argument(help="A Hugging Face folder with safetensors.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A Hugging Face folder with safetensors.")],
     bucket: BucketUrl,
     run: RunName,
     step: Annotated[int, typer.Option(min=0, help="The trainer's step, for people.")] = 0,
     anchor: Annotated[bool, typer.Option("--anchor", help="Publish an anchor even where a delta would do.")] = False,
+    partial: Annotated[bool, typer.Option("--partial", help="Tensors that FOLDER lacks stay as they are.")] = False,
+    level: LevelName = "fast",
+    threads: Annotated[int, typer.Option(min=1, max=256, help="Threads that encode and upload.")] = 2,
+    as_json: AsJson = False,
 ) -> None:
     """Publish a folder as the run's next version: an anchor first, then deltas."""
     Ending.watch()
     log.configure("publish")
     from slackwater.cli.progress import Bars
-    from slackwater.cli.publish import publish_folder
+    from slackwater.cli.publish import missing_directory, publish_folder
     from slackwater.cli.show import show_published
 
+    missing = missing_directory(bucket)
     with Bars() as bars:
-        published = publish_folder(folder, bucket, run_id(run), step=step, anchor=anchor, progress=bars.tell)
-    show_published(published)
+        published = publish_folder(
+            folder, bucket, run_id(run),
+            step=step, anchor=anchor, partial=partial, level=level, threads=threads, progress=bars.tell,
+        )  # fmt: skip
+    show_published(published, missing, as_json=as_json)
 
 
-@app.command()
+@app.command(epilog="Example: slackwater diff ./old ./new --out ./delta")
 def diff(
-    old: Annotated[str, typer.Argument(help="The state before: a model folder, or run/12 with --bucket.")],
-    new: Annotated[str, typer.Argument(help="The state after.")],
+    old: Old,
+    new: Annotated[str, typer.Argument(metavar="NEW", help="The state after, named likewise.")],
     bucket: OptionalBucket = None,
     out: Annotated[Path | None, typer.Option(help="Delta folder to make.")] = None,
     level: LevelName = "fast",
@@ -89,10 +121,12 @@ def diff(
     show_summary(summary, top, as_json=as_json)
 
 
-@app.command()
+@app.command(epilog="Example: slackwater apply ./old ./delta --out ./new")
 def apply(
-    old: Annotated[str, typer.Argument(help="The state before: a model folder, or run/12 with --bucket.")],
-    delta: Annotated[str, typer.Argument(help="A delta folder, or run/13 or run/12..20 with --bucket.")],
+    old: Old,
+    delta: Annotated[
+        str, typer.Argument(metavar="DELTA", help="A delta folder, or run/13 or run/12..20 with --bucket.")
+    ],
     bucket: OptionalBucket = None,
     out: Annotated[Path | None, typer.Option(help="Model folder to make.")] = None,
     in_place: Annotated[bool, typer.Option("--in-place", help="Change OLD itself, which is a folder.")] = False,
@@ -110,6 +144,8 @@ def apply(
 
     with attended(ending) as work:
         shelf = Shelf(bucket, work, threads)
+        if out is not None:
+            shelf.check_base(old, delta, may_be_after=True)
         if out is None:
             applied = apply_in_place(Path(old), shelf.delta(delta), threads=threads, work=work)
         else:
@@ -117,9 +153,12 @@ def apply(
     show_applied(applied)
 
 
-@app.command()
+@app.command(epilog="Example: slackwater fold run/3..7 --bucket s3://bucket/prefix")
 def fold(
-    names: Annotated[list[str], typer.Argument(help="Deltas in a row, the oldest first; or run/3..7 with --bucket.")],
+    names: Annotated[
+        list[str],
+        typer.Argument(metavar="DELTA...", help="Deltas in a row, the oldest first; or run/3..7 with --bucket."),
+    ],
     bucket: OptionalBucket = None,
     base: Annotated[str | None, typer.Option(help="The state that the first delta was made on.")] = None,
     out: Annotated[Path | None, typer.Option(help="Delta folder to make.")] = None,
@@ -150,9 +189,9 @@ def fold(
     show_summary(summary, top, as_json=as_json)
 
 
-@app.command(name="inspect")
+@app.command(name="inspect", epilog="Example: slackwater inspect run/12 --bucket s3://bucket/prefix")
 def inspect_(
-    snapshot: Annotated[str, typer.Argument(help="A model or delta folder, or run/12 or run/3..7 with --bucket.")],
+    snapshot: Snapshot,
     bucket: OptionalBucket = None,
     base: Annotated[
         str | None, typer.Option(help="The state before a delta: also tells how far elements move.")
@@ -174,13 +213,16 @@ def inspect_(
     show_summary(summary, top, as_json=as_json)
 
 
-@app.command()
+@app.command(epilog="Example: slackwater verify run/12 --bucket s3://bucket/prefix --depth tensors")
 def verify(
-    snapshot: Annotated[str, typer.Argument(help="A model or delta folder, or run/12 or run/3..7 with --bucket.")],
+    snapshot: Snapshot,
     bucket: OptionalBucket = None,
-    depth: Annotated[Depth, typer.Option(help="How much is read.")] = "objects",
+    depth: Annotated[
+        Depth,
+        typer.Option(parser=one_of(*get_args(Depth)), metavar="|".join(get_args(Depth)), help="How much is read."),
+    ] = "objects",
     base: Annotated[
-        str | None, typer.Option(help="The state that a delta folder was made on, for its tensors.")
+        str | None, typer.Option(help="The state that a delta folder was made on, for --depth tensors.")
     ] = None,
     threads: Threads = 2,
     as_json: AsJson = False,
@@ -197,6 +239,87 @@ def verify(
         report = verify_snapshot(snapshot, base, depth, threads=threads, shelf=Shelf(bucket, work, threads), work=work)
     show_report(snapshot, report, as_json=as_json)
     raise typer.Exit(status_of(report))
+
+
+@app.command(name="log", epilog="Example: slackwater log --bucket s3://bucket/prefix --run my-run --limit 20")
+def history(
+    bucket: BucketUrl,
+    run: RunName,
+    limit: Annotated[int | None, typer.Option(min=1, help="Versions to show, counted from the newest.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List a run's versions, the newest last: kind, bytes, density, encodings, step, age. Reads manifests alone."""
+    Ending.watch(grace_s=0)
+    log.configure("log")
+    from slackwater.cli.history import show_history
+
+    show_history(bucket, run_id(run), limit=limit, as_json=as_json)
+
+
+@app.command(epilog="Example: slackwater pull my-run/12 ./model --bucket s3://bucket/prefix")
+def pull(
+    version: Annotated[str, typer.Argument(help="A version: run/12.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to make; it must not be there.")],
+    bucket: BucketUrl,
+    threads: Threads = 2,
+) -> None:
+    """Make a version an ordinary Hugging Face folder: whole and verified, or none."""
+    ending = Ending.watch(grace_s=0)
+    log.configure("pull")
+    from slackwater.cli.attended import attended
+    from slackwater.cli.pull import pull_version, show_pulled
+
+    with attended(ending) as work:
+        pulled = pull_version(version, folder, bucket, threads=threads, work=work)
+    show_pulled(pulled)
+
+
+@app.command(epilog="Example: slackwater gc --bucket s3://bucket/prefix --run my-run --keep 20")
+def gc(
+    bucket: BucketUrl,
+    run: RunName,
+    keep: Annotated[int, typer.Option(min=1, help="Newest versions to keep, with what leads to them.")] = 100,
+    keep_anchors: Annotated[int, typer.Option("--keep-anchors", min=1, help="Newest anchors to keep.")] = 2,
+    pin: Annotated[list[int] | None, typer.Option(min=0, help="A version to keep; repeat for each.")] = None,
+    min_age: Annotated[str, typer.Option("--min-age", help="Nothing younger goes: 24h, 90min, 7d.")] = "24h",
+    delete: Annotated[bool, typer.Option("--delete", help="Delete it; without this nothing is written.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Tell what of a run may be deleted, and with --delete delete it: old versions, what dead publishers left."""
+    ending = Ending.watch(grace_s=0)
+    log.configure("gc")
+    from slackwater.cli.attended import attended
+    from slackwater.cli.gc import collect_garbage, parse_age, show_garbage
+    from slackwater.publish.retention import Policy
+
+    policy = Policy(
+        keep_last=keep, keep_anchors=keep_anchors, min_age_s=parse_age(min_age), pinned=[*map(Version, pin or ())]
+    )
+    with attended(ending) as work:
+        garbage = collect_garbage(bucket, run_id(run), policy, delete=delete, work=work)
+    show_garbage(garbage, as_json=as_json)
+
+
+@app.command(epilog="Example: slackwater rollback --bucket s3://bucket/prefix --run my-run --to 12")
+def rollback(
+    bucket: BucketUrl,
+    run: RunName,
+    to: Annotated[int, typer.Option("--to", min=0, help="The version to go back to.")],
+    anchor: Annotated[bool, typer.Option("--anchor", help="Publish an anchor: also where the head is broken.")] = False,
+    level: LevelName = "fast",
+    threads: Threads = 2,
+    as_json: AsJson = False,
+) -> None:
+    """Publish the state of an old version once more, as the newest: replicas just follow."""
+    ending = Ending.watch(grace_s=0)
+    log.configure("rollback")
+    from slackwater.cli.attended import attended
+    from slackwater.cli.rollback import roll_back
+    from slackwater.cli.show import show_published
+
+    with attended(ending) as work:
+        published = roll_back(bucket, run_id(run), Version(to), anchor=anchor, level=level, threads=threads, work=work)
+    show_published(published, None, as_json=as_json)
 
 
 @app.command()
@@ -337,7 +460,7 @@ def main() -> None:
     try:
         app(prog_name="slackwater")
     except SlackwaterError as error:
-        sys.stderr.write(f"slackwater: {error}\n")
+        sys.stderr.write(f"slackwater: {plain(str(error))}\n")
         raise SystemExit(1) from None
 
 

@@ -6,10 +6,13 @@ import shutil
 import tempfile
 import threading
 from pathlib import Path
-from typing import Self
+from typing import Final, Self
 
 from slackwater.bucket.local import flush_folder
 from slackwater.errors import InvalidInputError
+
+_TRIES: Final = 100
+"""How often a folder is removed that a thread goes on to fill: once it is gone, the thread's next file fails."""
 
 
 class Scratch:
@@ -76,5 +79,8 @@ class Scratch:
 
     def _remove(self) -> None:
         for folder in self._folders:
-            shutil.rmtree(folder, ignore_errors=True)  # threads may still write into it
+            for _ in range(_TRIES):
+                shutil.rmtree(folder, ignore_errors=True)  # threads may still write into it
+                if not folder.exists():
+                    break
         self._folders.clear()

@@ -1,17 +1,34 @@
 """Results of commands, for a terminal."""
 
-from rich.console import Console
+from pathlib import Path
 
+import msgspec
+
+from slackwater.cli.text import console, size_text, write_json
 from slackwater.ids import snapshot_name
-from slackwater.publish.publisher import Published
+from slackwater.publish.published import Published
 
 
-def show_published(item: Published) -> None:
-    """One line about a committed version."""
-    Console().print(
-        f"published {snapshot_name(item.run, item.version)}, {item.kind}: {item.uploaded_bytes / 1e6:.2f} MB of "
-        f"{item.full_bytes / 1e6:.2f} MB, {item.changed} of {item.total} elements changed, "
-        f"encoded in {item.encode_s:.2f} s, uploaded in {item.upload_s:.2f} s",
+def show_published(item: Published, made: Path | None, *, as_json: bool) -> None:
+    """One line about a committed version, or JSON.
+
+    Args:
+        item: The version.
+        made: The directory that was made to be the bucket, if one was.
+        as_json: One JSON object instead.
+    """
+    is_new = item.version == 0
+    if as_json:
+        more = {"is_new_run": is_new, "made_directory": None if made is None else str(made)}
+        write_json({**msgspec.to_builtins(item), **more})
+        return
+    if made is not None:
+        console().print(f"made directory {made}", soft_wrap=True)
+    new = f", a new run of {item.total:,} elements" if is_new else ""
+    changed = "" if item.kind == "anchor" else f", {item.changed:,} of {item.total:,} elements changed"
+    console().print(
+        f"published {snapshot_name(item.run, item.version)}, {item.kind}{new}: {size_text(item.uploaded_bytes)} for a "
+        f"model of {size_text(item.full_bytes)}{changed}, encoded in {item.encode_s:.2f} s, "
+        f"uploaded in {item.upload_s:.2f} s",
         soft_wrap=True,
-        highlight=False,
     )

@@ -18,15 +18,16 @@ from slackwater.bucket.base import Bucket
 from slackwater.bucket.open import open_bucket
 from slackwater.checkpoint.manifest import Manifest
 from slackwater.checkpoint.outline import Outline
+from slackwater.cli.absent import absent_fold, absent_version, no_snapshot
 from slackwater.cli.attended import Attended
-from slackwater.errors import InvalidInputError, NotFoundError
+from slackwater.errors import InvalidInputError, NotFoundError, WrongBaseError
 from slackwater.ids import RunId, Version, parse_snapshot, run_id, snapshot_name
 from slackwater.publish.lineage import read_manifest
 from slackwater.publish.objects import fetch_object
 from slackwater.publish.path import read_fold, read_path
 from slackwater.publish.rebuild import rebuild
 from slackwater.weights.delta_folder import DeltaFolder, is_delta_folder
-from slackwater.weights.patch import Delta
+from slackwater.weights.patch import Delta, made_on
 from slackwater.weights.source import FolderSource
 
 _FOLD: Final = re.compile(r"([A-Za-z0-9][^/]*)/([0-9]{1,8})\.\.([0-9]{1,8})")
@@ -109,8 +110,16 @@ class Shelf:
         return self._bucket
 
     def name(self, text: str) -> Name:
-        """See `parse_name`."""
-        return parse_name(text, in_bucket=self._bucket is not None)
+        """See `parse_name`.
+
+        Raises:
+            InvalidInputError: It has the form of a name and a run that none can have; or it is a run's alone.
+            NotFoundError: It is no folder and has not the form of a snapshot's name.
+        """
+        name = parse_name(text, in_bucket=self._bucket is not None)
+        if self._bucket is not None and isinstance(name, Path) and not name.exists():
+            raise no_snapshot(self._bucket, text)
+        return name
 
     def state(self, text: str) -> FolderSource:
         """A state: a model folder, or a version of the bucket, rebuilt in a temporary folder.
@@ -125,6 +134,7 @@ class Shelf:
             return FolderSource(name)
         if isinstance(name, FoldName):
             raise InvalidInputError(f"{name} is a fold, not a state", hint=f"name {name.run}/{name.end}")
+        self.manifest(name)  # tells why it isn't there
         folder = self._work.scratch.folder()
         rebuild(self.bucket, name.run, name.version, folder, threads=self._threads, progress=self._work.tell)
         return FolderSource(folder)
@@ -145,19 +155,50 @@ class Shelf:
             return Delta(manifest=folder.manifest, pack=folder.pack)
         manifest = self.manifest(name)
         if manifest.kind == "anchor":
-            raise InvalidInputError(f"{name} is an anchor, not a delta", hint="name a delta, or a fold: run/3..7")
+            before = manifest.version - 1
+            fold = "" if before < 0 else f", or a fold that leads to it: {name.run}/{before}..{manifest.version}"
+            raise InvalidInputError(f"{name} is an anchor, not a delta", hint=f"name a delta{fold}")
         return Delta(manifest=manifest, pack=lambda ref: memoryview(fetch_object(self.bucket, ref)))
 
     def manifest(self, name: VersionName | FoldName) -> Manifest:
         """A manifest of the bucket.
 
         Raises:
-            NotFoundError: It isn't there.
+            InvalidInputError: It is a fold that leads backwards.
+            NotFoundError: It isn't there; the message says what is.
             CorruptError: It is damaged.
         """
-        if isinstance(name, FoldName):
-            return read_fold(self.bucket, name.run, name.start, name.end)
-        return read_manifest(self.bucket, name.run, name.version)
+        try:
+            if isinstance(name, FoldName):
+                return read_fold(self.bucket, name.run, name.start, name.end)
+            return read_manifest(self.bucket, name.run, name.version)
+        except NotFoundError as error:
+            if isinstance(name, FoldName):
+                raise absent_fold(self.bucket, name.run, name.start, name.end) from error
+            raise absent_version(self.bucket, name.run, name.version) from error
+
+    def check_base(self, base: str, text: str, *, may_be_after: bool) -> None:
+        """Check by manifests alone that a version is what a delta was made on. Folders have none: they pass.
+
+        Args:
+            base: The state.
+            text: The delta.
+            may_be_after: Whether it may also be what the delta makes.
+
+        Raises:
+            WrongBaseError: It is another version; the hint names the right one.
+            NotFoundError: One of them isn't there.
+            CorruptError: Its manifest is damaged.
+        """
+        held, name = self.name(base), self.name(text)
+        if not isinstance(held, VersionName):
+            return
+        state, manifest = self.manifest(held).state, self.delta(text).manifest
+        if manifest.parent is None or state == manifest.parent.state or (may_be_after and state == manifest.state):
+            return
+        raise WrongBaseError(
+            f"{text} is made on {made_on(manifest)}; {held} is state {state[:12]}", hint=_way(held, name, manifest)
+        )
 
     def outline(self, run: RunId, version: Version) -> Outline:
         """The tensors of a run, which all its versions have: two manifests are read at most, unless the first is gone.
@@ -171,3 +212,13 @@ class Shelf:
         except NotFoundError:
             anchor, *_ = read_path(self.bucket, run, version)
         return anchor.outline
+
+
+def _way(held: VersionName, name: Name, manifest: Manifest) -> str:
+    """What to do where a delta isn't made on the version that is held."""
+    if isinstance(name, Path) or manifest.parent is None:
+        return "name the state that the delta was made on"
+    right = f"name {name.run}/{manifest.parent.version}"
+    if held.run != name.run or held.version >= manifest.version:
+        return right
+    return f"{right}, or make a fold: `slackwater fold {held.run}/{held.version}..{manifest.version} --bucket …`"

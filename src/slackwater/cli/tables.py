@@ -1,43 +1,41 @@
 """Summaries and reports as text: a few lines, and a table of the tensors that change most."""
 
-import sys
 from collections.abc import Iterator, Sequence
 
 import msgspec
-from rich.console import Console
-from rich.filesize import decimal
 from rich.table import Table
 
 from slackwater.cli.apply import Applied
 from slackwater.cli.summary import ChangeSummary, Summary, TensorSummary
+from slackwater.cli.text import console, counted, plain, size_text, write_json
 from slackwater.cli.verify import status_of
 from slackwater.publish.damage import MAX_FINDINGS, Report
-
-_WIDE = 1000
-"""Columns where nobody looks: nothing is cut."""
 
 
 def show_summary(summary: Summary, top: int, *, as_json: bool) -> None:
     """Print a summary, and its first ``top`` tensors; or all of it as JSON."""
     if as_json:
-        _write_json(summary)
+        write_json(summary)
         return
-    console = _console()
+    out = console()
     for line in _lines(summary):
-        console.print(line, soft_wrap=True)
+        out.print(plain(line), soft_wrap=True)
     listed = summary.listed[:top]
     if listed:
-        console.print()
-        console.print(_tensors(listed, is_delta=summary.change is not None))
+        out.print()
+        out.print(_tensors(listed, is_delta=summary.change is not None))
     if len(listed) < len(summary.listed):
-        console.print(f"… and {len(summary.listed) - len(listed)} more tensors")
+        out.print(f"… and {len(summary.listed) - len(listed)} more tensors")
 
 
 def show_applied(applied: Applied) -> None:
     """Print one line about an application."""
-    _console().print(
-        f"{applied.folder} is state {applied.state[:12]}: {applied.num_changed:,} elements changed, from "
-        f"{_size(applied.num_bytes)}",
+    state = f"state {applied.state[:12]}"
+    console().print(
+        f"{applied.folder} is {state}, and so was the model before: nothing changed"
+        if applied.was_after
+        else f"{applied.folder} is {state}: {counted(applied.num_changed, 'element')} changed, from "
+        f"{size_text(applied.num_bytes)}",
         soft_wrap=True,
     )
 
@@ -45,30 +43,45 @@ def show_applied(applied: Applied) -> None:
 def show_report(name: str, report: Report, *, as_json: bool) -> None:
     """Print what an audit found: a line each, or JSON."""
     if as_json:
-        _write_json({"name": name, "status": status_of(report), **msgspec.to_builtins(report)})
+        write_json({"name": name, "status": status_of(report), **msgspec.to_builtins(report)})
         return
-    console = _console()
+    out = console()
     for finding in report.findings:
-        console.print(f"{finding.damage}: {finding.where}: {finding.what}", soft_wrap=True)
+        where = "" if finding.what.startswith(finding.where) else f"{finding.where}: "
+        out.print(plain(f"{finding.damage}: {where}{finding.what}"), soft_wrap=True)
     found = sum(report.counts.values())
     if found > MAX_FINDINGS:
-        console.print(f"… and {found - MAX_FINDINGS} more")
-    read = (
-        f"manifests: {report.num_manifests}, objects: {report.num_objects} of {_size(report.num_bytes)}, "
-        f"tiles: {report.num_tiles}"
-    )
-    verdict = "good" if not found else ", ".join(f"{damage}: {count}" for damage, count in report.counts.items())
+        out.print(f"… and {found - MAX_FINDINGS} more")
+    out.print(f"{name}: {_verdict(report)}", soft_wrap=True)
+
+
+def _verdict(report: Report) -> str:
+    is_model = not report.num_manifests and not report.counts
+    read = [
+        *([counted(report.num_manifests, "manifest")] if report.num_manifests else []),
+        *(
+            [f"{counted(report.num_objects, 'file' if is_model else 'object')} of {size_text(report.num_bytes)}"]
+            if report.num_objects
+            else []
+        ),
+        *([counted(report.num_tiles, "tile")] if report.num_tiles else []),
+    ]
     state = f"; state {report.state[:12]}" if report.state else ""
-    console.print(f"{name}: {verdict} (read {read}{state})", soft_wrap=True)
+    if report.counts:
+        damage = ", ".join(f"{count:,} {damage}" for damage, count in report.counts.items())
+        return f"damaged: {damage} (whole: {', '.join(read) or 'nothing'}{state})"
+    return f"good: checked {', '.join(read) or 'nothing'}{state}{_unread(report, is_model=is_model)}"
 
 
-def _write_json(value: object) -> None:
-    sys.stdout.write(msgspec.json.encode(value).decode() + "\n")
-
-
-def _console() -> Console:
-    console = Console(highlight=False, markup=False, emoji=False)
-    return console if console.is_terminal else Console(width=_WIDE, highlight=False, markup=False, emoji=False)
+def _unread(report: Report, *, is_model: bool) -> str:
+    """What a deeper look would read."""
+    if report.depth == "tensors" or (is_model and report.depth == "objects"):
+        return ""
+    if is_model:
+        return ". Headers alone were read; --depth objects reads the tensors"
+    if report.depth == "manifest":
+        return ". Neither objects nor tensors were read; --depth objects and --depth tensors do"
+    return ". Tensors were not rebuilt; --depth tensors does"
 
 
 def _lines(summary: Summary) -> Iterator[str]:
@@ -82,12 +95,13 @@ def _lines(summary: Summary) -> Iterator[str]:
         before = f", made on {summary.parent.state[:12]}" if summary.parent else ""
         yield f"state     {summary.state[:12]}{before}"
     dtypes = ", ".join(f"{item.tensors} {dtype}" for dtype, item in summary.dtypes.items())
-    yield f"tensors   {summary.tensors:,} of {summary.elements:,} elements, {_size(summary.bytes)}: {dtypes or 'none'}"
+    elements = f"{summary.elements:,} elements, {size_text(summary.bytes)}"
+    yield f"tensors   {summary.tensors:,} of {elements}: {dtypes or 'none'}"
     if summary.change is not None:
         yield from _change_lines(summary.change)
     if summary.object_bytes is not None and summary.manifest_bytes is not None:
-        manifest = f"manifest {_size(summary.manifest_bytes)}"
-        yield f"objects   {len(summary.objects)} of {_size(summary.object_bytes)}, {manifest}"
+        manifest = f"manifest {size_text(summary.manifest_bytes)}"
+        yield f"objects   {len(summary.objects)} of {size_text(summary.object_bytes)}, {manifest}"
     if summary.quantizers:
         yield f"quantised by {', '.join(summary.quantizers)}"
     if summary.files:
@@ -103,7 +117,7 @@ def _change_lines(change: ChangeSummary) -> Iterator[str]:
     )
     encodings = ", ".join(f"{item.bodies:,} {name}" for name, item in change.encodings.items() if item.bodies)
     yield (
-        f"bodies    {_size(change.body_bytes)}, {change.bits_per_element:.2f} bits per changed element: "
+        f"bodies    {size_text(change.body_bytes)}, {change.bits_per_element:.2f} bits per changed element: "
         f"{encodings or 'none'}, {change.bundles:,} of several tiles"
     )
 
@@ -130,8 +144,4 @@ def _row(item: TensorSummary, *, is_delta: bool, has_distance: bool) -> list[str
     shape = "×".join(map(str, item.shape)) or "scalar"
     counts = [f"{item.changed:,}", f"{item.elements:,}", f"{item.density:.3%}"] if is_delta else [f"{item.elements:,}"]
     moved = [f"{item.distance or 0:,}"] if has_distance else []
-    return [item.name, item.dtype, shape, *counts, *moved, *([item.sum] if item.sum else [])]
-
-
-def _size(num_bytes: int) -> str:
-    return decimal(num_bytes, precision=2)
+    return [plain(item.name), item.dtype, shape, *counts, *moved, *([item.sum] if item.sum else [])]

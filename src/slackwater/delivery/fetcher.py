@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Final, TypeVar
+from typing import Annotated, Final, Protocol, TypeVar
 
 import msgspec
 
 from slackwater.bucket.base import Bucket
 from slackwater.bucket.local import flush_folder
-from slackwater.checkpoint.keys import head_key, manifest_key
+from slackwater.checkpoint.digest import object_digest
+from slackwater.checkpoint.keys import head_key, manifest_key, signature_key
 from slackwater.checkpoint.manifest import MAX_MANIFEST_BYTES, BodyEntry, Manifest, ObjectRef
 from slackwater.checkpoint.rules import decode_manifest
 from slackwater.delivery.cache import BlobCache
@@ -31,7 +32,16 @@ CACHE_BYTES: Final = 8 * 1024**3
 """What packs may take of the disk unless the caller says otherwise."""
 
 _MAX_HINT_BYTES: Final = 4096
+_MAX_SIGNATURE_BYTES: Final = 4096
 _log = logging.getLogger(__name__)
+
+
+class ChecksSignatures(Protocol):
+    """Whose versions are taken: `slackwater.checkpoint.signature.TrustedKeys` is one."""
+
+    def check(self, manifest: bytes, signature: bytes) -> object:
+        """Raise CorruptError unless the signature object is that of the manifest's bytes, by a key that is trusted."""
+        ...
 
 
 class _Hint(msgspec.Struct):
@@ -85,6 +95,7 @@ class Fetcher:
         cache_dir: Where anchors and packs are kept.
         threads: Objects fetched at once.
         cache_bytes: Most bytes of packs on the disk. Anchors are not counted: the engine maps them.
+        trusted_keys: Take versions alone that one of these signed; None takes all.
     """
 
     def __init__(
@@ -95,10 +106,12 @@ class Fetcher:
         *,
         threads: int = 4,
         cache_bytes: int = CACHE_BYTES,
+        trusted_keys: ChecksSignatures | None = None,
     ) -> None:
         self._bucket = bucket
         self._run = run
         self._threads = threads
+        self._trusted = trusted_keys
         self._closed = threading.Event()
         self._source = _UntilClosed(bucket, self._closed)
         self._anchors = cache_dir / "anchors"
@@ -119,7 +132,7 @@ class Fetcher:
 
         Raises:
             NotFoundError: The version isn't committed.
-            CorruptError: The manifest is broken, or is another version's or run's.
+            CorruptError: The manifest is broken, is another version's or run's, or isn't signed as it should be.
             UnavailableError: The bucket doesn't answer.
         """
         return twice(lambda: self._manifest(version))
@@ -195,12 +208,23 @@ class Fetcher:
                 f"{snapshot_name(self._run, version)} isn't committed: {error.message}", hint=error.hint
             ) from error
         try:
+            self._check_signature(body)
             manifest = decode_manifest(body)
         except CorruptError as error:
             raise CorruptError(f"{key}: {error.message}", hint=error.hint) from error
         if (manifest.run, manifest.version) != (self._run, version):
             raise CorruptError(f"{key} is the manifest of {snapshot_name(manifest.run, manifest.version)}")
         return manifest
+
+    def _check_signature(self, manifest: bytes) -> None:
+        if self._trusted is None:
+            return
+        key = signature_key(self._run, object_digest(manifest))
+        try:
+            signature = self._source.get(key, max_bytes=_MAX_SIGNATURE_BYTES)
+        except NotFoundError as error:
+            raise CorruptError("it isn't signed", hint="give the publisher its signing key") from error
+        self._trusted.check(manifest, signature)
 
     def _is_whole(self, manifest: Manifest, folder: Path) -> bool:
         def intact(item: tuple[str, int]) -> bool:

@@ -5,12 +5,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from slackwater.bucket.base import Get
 from slackwater.checkpoint.keys import fold_key, manifest_key
 from slackwater.checkpoint.manifest import Manifest
 from slackwater.checkpoint.outline import Outline
 from slackwater.checkpoint.state import StateTable
-from slackwater.errors import InvalidInputError, WrongBaseError
+from slackwater.errors import CorruptError, InvalidInputError, NotFoundError, WrongBaseError
 from slackwater.ids import RunId, Version
 from slackwater.publish.damage import Depth, Report
 from slackwater.publish.delta import Progress
@@ -18,10 +20,10 @@ from slackwater.publish.lineage import read_manifest
 from slackwater.publish.objects import fetch_object
 from slackwater.publish.path import read_fold
 from slackwater.publish.proof import Rebuilding, Step, prove_objects
-from slackwater.weights.delta_folder import MANIFEST_FILE, DeltaFolder
+from slackwater.weights.delta_folder import MANIFEST_FILE, OUTLINE_FILE, DeltaFolder
 from slackwater.weights.diff import hash_source
 from slackwater.weights.patch import Delta, copy_folder, folder_bytes
-from slackwater.weights.source import FolderSource
+from slackwater.weights.source import INDEX_FILE, FolderSource
 from slackwater.weights.watched import Watched
 
 
@@ -73,6 +75,9 @@ class Auditor:
         if self.depth == "tensors" and base is None:
             raise InvalidInputError(f"without its base no tensor of {path} can be made", hint="name it with --base")
         report = Report(depth=self.depth)
+        if not (path / OUTLINE_FILE).is_file():
+            report.note("missing", OUTLINE_FILE, "it isn't there: copy the whole delta folder")
+            return report
         with report.noting("manifest", MANIFEST_FILE):
             folder = DeltaFolder(path)
             report.num_manifests += 1
@@ -85,10 +90,16 @@ class Auditor:
         return report
 
     def folder(self, path: Path) -> Report:
-        """Check a model folder: its files' headers, and with more depth all its tensors, which gives its state."""
+        """Check a model folder: its files' headers, and with more depth all its tensors, which gives its state.
+
+        Raises:
+            InvalidInputError: There is no such folder.
+        """
+        if not path.is_dir():
+            raise InvalidInputError(f"{path} is no folder", hint="name a model folder or a delta folder")
         report = Report(depth=self.depth)
         with report.noting("object", str(path)):
-            source = FolderSource(path)
+            source = _open(path)
             report.num_objects = len(source.shards)
             report.num_bytes = Outline(source.specs().values()).num_bytes
             if self.depth != "manifest":
@@ -144,6 +155,29 @@ class Auditor:
         total = folder_bytes(base)
         for done in copy_folder(base, self.scratch):
             self.progress("copy", done, total)
+
+
+def _open(path: Path) -> FolderSource:
+    """A model folder, whose files the audit blames where they don't fit together.
+
+    Raises:
+        NotFoundError: It has no safetensors, or lacks one that its index names.
+        CorruptError: A file breaks safetensors' rules, or the index names other tensors.
+    """
+    try:
+        return FolderSource(path)
+    except InvalidInputError as error:
+        lacks = NotFoundError if _lacks_files(path) else CorruptError
+        raise lacks(error.message, hint=error.hint) from error
+
+
+def _lacks_files(path: Path) -> bool:
+    """Of a folder that can't be opened, whose index can be read where there is one."""
+    index = path / INDEX_FILE
+    if not index.is_file():
+        return True
+    named: set[str] = set(msgspec.json.decode(index.read_bytes())["weight_map"].values())
+    return not named or not all((path / name).is_file() for name in named)
 
 
 def _step(bucket: Get, key: str, manifest: Manifest) -> Step:

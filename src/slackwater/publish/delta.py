@@ -22,6 +22,11 @@ from slackwater.weights.source import TensorSource
 Progress = Callable[[str, int, int], None]
 """Told the stage, how much is done, and of how much."""
 
+
+def tell_nobody(stage: str, done: int, total: int) -> None:
+    """Progress that nobody asked for."""
+
+
 PutObject = Callable[[ObjectRef, bytes], None]
 """Takes an object of a delta."""
 

@@ -14,7 +14,7 @@ from slackwater.checkpoint.manifest import FORMAT, AnchorTensor, Manifest, Objec
 from slackwater.checkpoint.state import StateTable
 from slackwater.checkpoint.tensor import Bits
 from slackwater.ids import RunId, Version
-from slackwater.publish.delta import Progress, encode_delta
+from slackwater.publish.delta import Progress, PutObject, encode_delta
 from slackwater.weights.diff import hash_source
 from slackwater.weights.image import FolderImage
 from slackwater.weights.source import Quantizes, TensorSource
@@ -86,10 +86,19 @@ def draft_delta(
     *,
     level: Level,
     threads: int,
+    put: PutObject,
     progress: Progress,
 ) -> Draft:
-    """Draft a delta from ``held``, whose bits are ``baseline``, to ``source``. Tensors that it lacks stay."""
+    """Draft a delta from ``held``, whose bits are ``baseline``, to ``source``. Tensors that it lacks stay.
+
+    Objects are put as soon as they are made.
+    """
     bodies: dict[str, bytes] = {}
+
+    def take(ref: ObjectRef, body: bytes) -> None:
+        bodies[ref.key] = body
+        put(ref, body)
+
     encoded = encode_delta(
         label.run,
         source,
@@ -97,7 +106,7 @@ def draft_delta(
         baseline,
         level=level,
         threads=threads,
-        put=lambda ref, body: bodies.update({ref.key: body}),
+        put=take,
         progress=progress,
     )
     manifest = Manifest(

@@ -17,8 +17,10 @@ from slackwater.checkpoint.manifest import BodyEntry, Manifest, ObjectRef
 from slackwater.checkpoint.outline import Outline
 from slackwater.checkpoint.state import StateTable
 from slackwater.errors import CorruptError, SlackwaterError, WrongBaseError
+from slackwater.ids import StateDigest
+from slackwater.weights.delta_folder import RUN
 from slackwater.weights.source import FolderSource, ShardSource
-from slackwater.weights.undo import UndoLog
+from slackwater.weights.undo import Pairs, UndoLog
 
 _COPIED_BYTES: Final = 16 * 1024 * 1024
 """Read and written at once where files are copied."""
@@ -39,6 +41,14 @@ class Delta:
         NotFoundError: It isn't there.
         CorruptError: Its size or SHA-256 is another.
     """
+
+    @property
+    def pairs(self) -> Pairs:
+        """The digests before and after of each tile that it changes, by number."""
+        tiles = self.manifest.tiles
+        if tiles is None:
+            return {}
+        return dict(zip(tiles.number, zip(tiles.pre.tolist(), tiles.post.tolist(), strict=True), strict=True))
 
 
 class WritableFolder(ShardSource):
@@ -74,6 +84,29 @@ def copy_folder(source: FolderSource, target: Path) -> Iterator[int]:
                 yield done
 
 
+def made_on(manifest: Manifest) -> str:
+    """The state that a delta was made on, for a message: with its version, where that is a version of a run."""
+    if manifest.parent is None:
+        return "nothing"
+    version = "" if manifest.run == RUN else f" (version {manifest.parent.version})"
+    return f"state {manifest.parent.state[:12]}{version}"
+
+
+def wrong_base(manifest: Manifest, held: StateDigest, what: str) -> WrongBaseError:
+    """The error that a delta was made on another state.
+
+    Args:
+        manifest: The delta's.
+        held: The state at hand.
+        what: Where they differ.
+    """
+    named = "" if manifest.run == RUN or manifest.parent is None else f", {manifest.run}/{manifest.parent.version}"
+    return WrongBaseError(
+        f"the delta is made on {made_on(manifest)}; the model held is state {held[:12]}: {what}",
+        hint=f"name the model that the delta was made on{named}",
+    )
+
+
 def state_after(table: StateTable, manifest: Manifest) -> StateTable:
     """The state that a delta makes of a state, some of whose tiles may have been changed by it already.
 
@@ -86,29 +119,22 @@ def state_after(table: StateTable, manifest: Manifest) -> StateTable:
         raise CorruptError(f"version {manifest.version} of {manifest.run} is an anchor, not a delta")
     outline, numbers = table.outline, np.array(tiles.number, dtype=np.int64)
     if numbers.size and int(numbers.max()) >= outline.num_tiles:
-        raise WrongBaseError(
-            f"the delta changes tile {numbers.max()}, and the base has {outline.num_tiles}",
-            hint="name the model that the delta was made on",
-        )
+        what = f"the delta changes tile {numbers.max()}, and the base has {outline.num_tiles}"
+        raise wrong_base(manifest, table.digest, what)
     held = table.tiles[numbers]
     wrong = np.flatnonzero((held != tiles.pre) & (held != tiles.post))
     if wrong.size:
         spec, tile = outline.place(int(numbers[wrong[0]]))
-        more = f", nor are {wrong.size - 1} more tiles" if wrong.size > 1 else ""
-        raise WrongBaseError(
-            f"{spec.name} tile {tile.index} isn't what the delta was made on{more}",
-            hint="name the model that the delta was made on",
-        )
+        more = f" and {wrong.size - 1} more" if wrong.size > 1 else ""
+        raise wrong_base(manifest, table.digest, f"{spec.name} tile {tile.index}{more} differ{'' if more else 's'}")
     tensors = np.unique(np.searchsorted(outline.first_tiles, numbers, side="right") - 1)
     posts, sums = table.tiles.copy(), table.sums.copy()
     posts[numbers] = tiles.post
     sums[tensors] = from_column(tiles.sums, tensors.size, "tiles.sums")
     result = StateTable(outline=outline, tiles=posts, sums=sums)
     if result.digest != manifest.state:
-        raise WrongBaseError(
-            "all tiles that the delta changes are as it expects, and another tile isn't",
-            hint="name the model that the delta was made on",
-        )
+        what = "all tiles that the delta changes are as it expects, and another tile isn't"
+        raise wrong_base(manifest, table.digest, what)
     return result
 
 

@@ -11,10 +11,14 @@ import numpy.typing as npt
 
 from slackwater.checkpoint.shards import Slot, read_slots
 from slackwater.checkpoint.tensor import Bits, TensorSpec
-from slackwater.errors import CorruptError, InvalidInputError, NotFoundError
+from slackwater.errors import ConflictError, CorruptError, InvalidInputError, NotFoundError
 from slackwater.ids import Version
 
 INDEX_FILE: Final = "model.safetensors.index.json"
+UNDO_FOLDER: Final = ".slackwater-undo"
+"""Where an application in place keeps tiles that it is writing, in the folder of the model."""
+
+_MAX_INDEX_BYTES: Final = 256 * 1024 * 1024
 
 _SIDE_SUFFIXES: Final = frozenset({".json", ".jinja", ".txt", ".model", ".tiktoken"})
 _PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)+")
@@ -113,6 +117,7 @@ class FolderSource(ShardSource):
 
     Args:
         folder: With ``model.safetensors.index.json`` and the files it names, or with safetensors files alone.
+        half_written: Take a folder in which an application in place was interrupted: to go on with it.
 
     Attributes:
         shards: The safetensors files by name.
@@ -120,11 +125,16 @@ class FolderSource(ShardSource):
 
     Raises:
         InvalidInputError: No folder, no safetensors in it, or tensors and index don't match.
+        ConflictError: An application in place was interrupted here.
         CorruptError: A file breaks safetensors' rules, or is shorter or longer than its header says.
     """
 
-    def __init__(self, folder: Path | str) -> None:
+    def __init__(self, folder: Path | str, *, half_written: bool = False) -> None:
         folder = Path(folder)
+        if not half_written and (folder / UNDO_FOLDER).is_dir():
+            raise ConflictError(
+                f"{folder} is half written: an application in place was interrupted there", hint="run it again"
+            )
         weight_map = _read_weight_map(folder)
         self.folder: Final = folder
         self.shards: Final[Mapping[str, Path]] = _find_shards(folder, weight_map)
@@ -154,6 +164,8 @@ def _read_weight_map(folder: Path) -> Mapping[str, str] | None:
     path = folder / INDEX_FILE
     if not path.is_file():
         return None
+    if path.stat().st_size > _MAX_INDEX_BYTES:
+        raise CorruptError(f"{path} has {path.stat().st_size} bytes; we read {_MAX_INDEX_BYTES}")
     try:
         return msgspec.json.decode(path.read_bytes(), type=_Index).weight_map
     except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:

@@ -5,10 +5,11 @@ records bring them back. A record appears in one step: a kill leaves it whole or
 then the digests tell.
 """
 
+import re
+import stat
 import struct
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
 from pathlib import Path
 from typing import Final
 
@@ -17,14 +18,15 @@ import numpy as np
 from slackwater.checkpoint.digest import tile_digest
 from slackwater.checkpoint.outline import Outline
 from slackwater.checkpoint.tensor import Bits
-from slackwater.errors import SlackwaterError
-from slackwater.weights.source import ShardSource
-
-FOLDER: Final = ".slackwater-undo"
-"""Where the records lie, in the folder that is written."""
+from slackwater.errors import ConflictError, InvalidInputError, SlackwaterError
+from slackwater.weights.source import UNDO_FOLDER, ShardSource
 
 _COUNT: Final = struct.Struct("<Q")
 _PART: Final = ".part"
+_OURS: Final = re.compile(r"[0-9]{1,12}(\.part)?")
+
+Pairs = Mapping[int, tuple[int, int]]
+"""The digests before and after of each tile that a delta changes, by number."""
 
 
 class UndoLog:
@@ -36,7 +38,7 @@ class UndoLog:
     """
 
     def __init__(self, folder: Path, outline: Outline) -> None:
-        self._folder = folder / FOLDER
+        self._folder = folder / UNDO_FOLDER
         self._outline = outline
 
     @contextmanager
@@ -63,42 +65,69 @@ class UndoLog:
             raise
         path.unlink()
 
-    def put_back(self, source: ShardSource) -> int:
-        """Write the bits of every record into a writable source, and forget them; returns how many records there were.
+    def put_back(self, source: ShardSource, pairs: Pairs) -> int:
+        """Bring back tiles that are neither as before the delta nor as after it, and forget the records.
 
-        Records that aren't whole, or of another outline, are forgotten alone.
+        Args:
+            source: Writable.
+            pairs: Of the delta that was being applied, and is to be applied again.
+
+        Returns:
+            How many records there were. Those that aren't whole are forgotten alone.
+
+        Raises:
+            ConflictError: A record is of another delta. Nothing was written.
+            InvalidInputError: The folder of records is a link or no folder.
         """
-        records = sorted(self._folder.iterdir()) if self._folder.is_dir() else []
-        for path in records:
-            if path.suffix != _PART:
-                self._restore(source, path.read_bytes())
+        records = [(path, self._read(path)) for path in self._records()]
+        for path, tiles in records:
+            if any(pairs.get(number, (None,))[0] != digest for number, digest, _ in tiles):
+                raise ConflictError(
+                    f"the application of another delta was interrupted here: {path}",
+                    hint=f"run that one again; or fetch the model again into a folder without {UNDO_FOLDER}",
+                )
+        for path, tiles in records:
+            self._restore(source, tiles, pairs)
             path.unlink()
         self.close()
         return len(records)
+
+    def _records(self) -> Iterator[Path]:
+        """The records, and what became of unfinished ones; nothing else that lies there."""
+        if self._folder.is_symlink() or (self._folder.exists() and not self._folder.is_dir()):
+            raise InvalidInputError(f"{self._folder} is no folder of ours", hint="remove it, after a look at it")
+        names = sorted(self._folder.iterdir()) if self._folder.is_dir() else []
+        return (path for path in names if _OURS.fullmatch(path.name) and stat.S_ISREG(path.lstat().st_mode))
 
     def close(self) -> None:
         """Remove the folder of records, where it is empty."""
         if self._folder.is_dir() and not any(self._folder.iterdir()):
             self._folder.rmdir()
 
-    def _restore(self, source: ShardSource, record: bytes) -> None:
-        for number, digest, bits in self._read(record):
-            if tile_digest(bits) == digest:
-                spec, tile = self._outline.place(number)
+    def _restore(self, source: ShardSource, tiles: Sequence[tuple[int, int, Bits]], pairs: Pairs) -> None:
+        for number, digest, bits in tiles:
+            spec, tile = self._outline.place(number)
+            held = tile_digest(tile.take(source.bits(spec.name)))
+            if held not in pairs[number] and tile_digest(bits) == digest:
                 tile.put(source.bits(spec.name), bits)
 
-    def _read(self, record: bytes) -> list[tuple[int, int, Bits]]:
-        """The tiles of a record, with their digests; none of one that isn't whole."""
-        count = int.from_bytes(record[: _COUNT.size], "little")
-        begin = _COUNT.size * (1 + 2 * count)
-        if count == 0 or len(record) < begin:
+    def _read(self, path: Path) -> list[tuple[int, int, Bits]]:
+        """The tiles of a record, with their digests; none of one that isn't whole. Its size is checked first."""
+        if path.suffix == _PART:
             return []
-        words = np.frombuffer(record, "<u8", 2 * count, _COUNT.size).tolist()
-        if any(number >= self._outline.num_tiles for number in words[:count]):
-            return []
-        places = [self._outline.place(number) for number in words[:count]]
-        ends = list(accumulate((t.count * s.bits_dtype.itemsize for s, t in places), initial=begin))
-        if len(record) != ends[-1]:
-            return []
-        tiles = [np.frombuffer(record, s.bits_dtype, t.count, end) for (s, t), end in zip(places, ends, strict=False)]
-        return list(zip(words[:count], words[count:], tiles, strict=True))
+        with path.open("rb") as file:
+            count = int.from_bytes(file.read(_COUNT.size), "little")
+            if not 1 <= count <= self._outline.num_tiles:
+                return []
+            words = np.frombuffer(file.read(2 * _COUNT.size * count), "<u8").tolist()
+            numbers = words[:count]
+            if len(words) != 2 * count or any(number >= self._outline.num_tiles for number in numbers):
+                return []
+            places = [self._outline.place(number) for number in numbers]
+            sizes = [tile.count * spec.bits_dtype.itemsize for spec, tile in places]
+            if path.stat().st_size != _COUNT.size * (1 + 2 * count) + sum(sizes):
+                return []
+            tiles = [
+                np.frombuffer(file.read(size), spec.bits_dtype) for (spec, _), size in zip(places, sizes, strict=True)
+            ]
+        return list(zip(numbers, words[count:], tiles, strict=True))

@@ -1,0 +1,263 @@
+"""The committed state that a publisher holds. It moves after the commit, by the very bytes that were committed."""
+
+import logging
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import lru_cache
+from typing import Final, Protocol
+
+from slackwater.checkpoint.codec import Place, apply_body
+from slackwater.checkpoint.digest import tile_digest
+from slackwater.checkpoint.manifest import Manifest, ObjectRef
+from slackwater.checkpoint.outline import Outline
+from slackwater.checkpoint.state import StateTable
+from slackwater.checkpoint.tensor import Bits, TensorSpec
+from slackwater.errors import InvalidInputError, LostRaceError, NotFoundError, WrongBaseError
+from slackwater.ids import RunId, Version
+from slackwater.publish.draft import Draft
+from slackwater.publish.lineage import find_head
+from slackwater.publish.path import Reads
+from slackwater.publish.restore import Restored, outline, restore
+from slackwater.weights.source import TensorSource
+
+_LOG: Final = logging.getLogger(__name__)
+
+_INFINITY: Final = {"F16": 0x7C00, "BF16": 0x7F80, "F32": 0x7F80_0000, "F64": 0x7FF0_0000_0000_0000}
+"""The bits of +infinity: a number above it, without its sign, is no number."""
+_STRETCH: Final = 1 << 16
+"""Elements looked at together: they and what is made of them stay in the processor's cache."""
+
+
+class Store(Protocol):
+    """Where a baseline's bits lie, and where they come from after a start."""
+
+    def load(self, version: Version, names: Collection[str] | None) -> Restored:
+        """A committed version, proved; with all its bits, or those of some tensors.
+
+        Raises:
+            NotFoundError: It isn't committed, or nothing leads to it.
+            CorruptError: A manifest, an object or a tile isn't what its digest says.
+        """
+        ...
+
+    def keep(self, held: Restored) -> Restored:
+        """Take a new anchor, whose bits are the caller's own; returns it with the bits to hold."""
+        ...
+
+    def moved(self, held: Restored) -> None:
+        """The bits held have become another version's, in place."""
+        ...
+
+
+class MemoryStore:
+    """Bits in memory, rebuilt from the bucket after a start.
+
+    Args:
+        bucket: Where the run lies.
+        run: The run.
+    """
+
+    def __init__(self, bucket: Reads, run: RunId) -> None:
+        self._bucket: Final = bucket
+        self._run: Final = run
+
+    def load(self, version: Version, names: Collection[str] | None) -> Restored:
+        """See `Store.load`."""
+        held = restore(self._bucket, self._run, version)
+        return held if names is None else replace(held, bits={name: held.bits[name] for name in names})
+
+    def keep(self, held: Restored) -> Restored:
+        """See `Store.keep`."""
+        return held
+
+    def moved(self, held: Restored) -> None:
+        """See `Store.moved`."""
+
+
+class Baseline:
+    """The newest version known to be committed.
+
+    Args:
+        bucket: Where the run lies.
+        run: The run.
+        store: Where the bits lie.
+    """
+
+    def __init__(self, bucket: Reads, run: RunId, store: Store) -> None:
+        self._bucket: Final = bucket
+        self._run: Final = run
+        self._store: Final = store
+        self.held: Restored | None = None
+        self._is_current = False
+        """Whether it is the chain's head, as far as is known: not at the start, nor after an unanswered commit."""
+
+    @property
+    def version(self) -> Version | None:
+        """None before the first."""
+        return None if self.held is None else self.held.version
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """Its tensors; empty before the first version."""
+        return {} if self.held is None else {spec.name: spec for spec in self.held.table.outline.specs}
+
+    def bits(self, name: str) -> Bits:
+        """One tensor, flat.
+
+        Raises:
+            NotFoundError: Nothing is committed yet, or there is no such tensor.
+        """
+        if self.held is None or name not in self.held.bits:
+            raise NotFoundError(f"{self._run} has no committed {name}", hint="publish an anchor first")
+        return self.held.bits[name]
+
+    def sync(self, *, with_bits: bool) -> None:
+        """Learn the chain's head. A forced anchor needs no bits of it, so it heals a chain whose objects are broken."""
+        self.sync_to(self.find_head(), None, with_bits=with_bits)
+
+    def sync_to(self, head: Version | None, names: frozenset[str] | None, *, with_bits: bool) -> None:
+        """Hold a version that is known to be the head: with all its bits, those of some tensors, or none."""
+        if not self._is_current or self.version != head or (with_bits and self._lacks(names)):
+            self._load(head, names, with_bits=with_bits)
+
+    def find_head(self) -> Version | None:
+        """The chain's head, looked for where it isn't known."""
+        return self.version if self._is_current else find_head(self._bucket, self._run)
+
+    @contextmanager
+    def committing(self) -> Generator[None]:
+        """The block commits. Unless it was answered, the chain is read again: it may have happened."""
+        with self.moving():
+            try:
+                yield
+            except LostRaceError:
+                self._is_current = True  # it stays lost until the publisher is opened again
+                raise
+
+    @contextmanager
+    def moving(self) -> Generator[None]:
+        """Distrust what is held unless the block ends well: the chain is read again then."""
+        self._is_current = False
+        yield
+        self._is_current = True
+
+    def replace(self, manifest: Manifest, table: StateTable, bits: Mapping[str, Bits]) -> None:
+        """Hold an anchor that was committed."""
+        warn_of_nans(table.outline, bits)
+        with self.moving():
+            version = manifest.version
+            held = Restored(
+                version=version, anchor=version, side_files=manifest.side_files, table=table, bits=bits
+            )  # fmt: skip
+            self.held = self._store.keep(held)
+
+    def advance(self, held: Restored, part: Draft, table: StateTable) -> None:
+        """Apply a delta that was committed, or a rank's part of it.
+
+        Args:
+            held: What it was made on: what is held.
+            part: What changes the tensors held here.
+            table: The state after all of it.
+
+        Raises:
+            WrongBaseError: The bits held aren't what they should be.
+        """
+        version = Version(held.version + 1)
+        with self.moving():
+            apply(part.manifest, held.table.outline, lambda ref: part.bodies[ref.key], held.bits)
+            self.held = replace(held, version=version, table=table)
+            self._store.moved(self.held)
+
+    def _lacks(self, names: frozenset[str] | None) -> bool:
+        if self.held is None:
+            return False
+        wanted = self.held.table.outline.by_name.keys() if names is None else names
+        return not wanted <= self.held.bits.keys()
+
+    def _load(self, head: Version | None, names: frozenset[str] | None, *, with_bits: bool) -> None:
+        if head is None:
+            self.held = None
+        elif with_bits:
+            self.held = self._store.load(head, names)
+        else:
+            self.held = outline(self._bucket, self._run, head)
+        self._is_current = True
+
+
+def apply(
+    manifest: Manifest,
+    outline: Outline,
+    pack: Callable[[ObjectRef], bytes | bytearray],
+    bits: Mapping[str, Bits],
+) -> None:
+    """Apply a delta to bits in place: tile by tile, each checked before and after; done ones are left.
+
+    Args:
+        manifest: The delta.
+        outline: The run's.
+        pack: One of its objects, checked. Asked in order, for those alone that change what is held.
+        bits: Flat and writable; bodies of other tensors are left out.
+
+    Raises:
+        WrongBaseError: The bits are neither its old ones nor its new ones, or a body makes tensors of which some
+            aren't held.
+        CorruptError: A body doesn't make what the manifest says.
+    """
+    has_warned = False
+    fetched = lru_cache(maxsize=1)(pack)
+    for entry in manifest.listed():
+        places = [Place(spec=s, tile=t) for s, t in (outline.place(tile.number) for tile in entry.tiles)]
+        absent = [place.spec.name for place in places if place.spec.name not in bits]
+        if len(absent) == len(places):
+            continue
+        if absent:
+            raise WrongBaseError(f"{absent[0]} isn't held, and shares a body with {len(places) - len(absent)} tiles")
+        body = memoryview(fetched(manifest.objects[entry.object]))[entry.offset : entry.offset + entry.length]
+        held = [place.tile.take(bits[place.spec.name]) for place in places]
+        apply_body(places, entry, body, held)
+        for place, tile in zip(places, held, strict=True):
+            if place.tile.rows > 1:  # taken as a copy
+                place.tile.put(bits[place.spec.name], tile)
+        has_warned = has_warned or _warn_of_first((place.spec, tile) for place, tile in zip(places, held, strict=True))
+
+
+def check_unwritten(manifest: Manifest, outline: Outline, source: TensorSource) -> None:
+    """Check that a source which goes on from what it holds still holds what was committed.
+
+    Raises:
+        InvalidInputError: It was written; the message names the tensor.
+    """
+    read = lru_cache(maxsize=1)(source.bits)
+    for listed in (tile for body in manifest.listed() for tile in body.tiles):
+        spec, tile = outline.place(listed.number)
+        if tile_digest(tile.take(read(spec.name))) != listed.post:
+            raise InvalidInputError(
+                f"{spec.name} was written while it was published; the version is committed as it was read",
+                hint="let publish() return before the next optimizer step",
+            )
+
+
+def warn_of_nans(outline: Outline, bits: Mapping[str, Bits]) -> None:
+    """Tell the log the first tensor that holds no numbers somewhere; it is published all the same."""
+    _warn_of_first((spec, bits[spec.name]) for spec in outline.specs if spec.name in bits)
+
+
+def _warn_of_first(tensors: Iterable[tuple[TensorSpec, Bits]]) -> bool:
+    for spec, bits in tensors:
+        if has_nan(spec.dtype, bits):
+            _LOG.warning("%s holds NaN; it was published as it is", spec.name)
+            return True
+    return False
+
+
+def has_nan(dtype: str, bits: Bits) -> bool:
+    """Whether bits of a floating-point dtype of 16 bits or more hold one that is no number; False for others."""
+    infinity = _INFINITY.get(dtype)
+    if infinity is None:
+        return False
+    unsigned = bits.dtype.type((1 << (8 * bits.itemsize - 1)) - 1)
+    limit = bits.dtype.type(infinity)
+    return any(
+        bool(((bits[start : start + _STRETCH] & unsigned) > limit).any()) for start in range(0, bits.size, _STRETCH)
+    )

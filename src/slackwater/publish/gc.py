@@ -1,0 +1,150 @@
+"""Garbage collection: survey a run, plan by `slackwater.publish.retention`, and delete in the plan's order."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import count, takewhile
+from typing import Final, Protocol
+
+import msgspec
+
+from slackwater.bucket.base import Delete, Get, List, Put
+from slackwater.checkpoint.keys import fold_key, head_key, manifest_key, parse_fold_key
+from slackwater.checkpoint.manifest import Manifest
+from slackwater.errors import ConflictError, CorruptError
+from slackwater.ids import RunId, Version
+from slackwater.publish.delta import Progress
+from slackwater.publish.history import is_there, read_numbers
+from slackwater.publish.lineage import HeadHint, read_manifest
+from slackwater.publish.path import Reads, read_fold
+from slackwater.publish.retention import Contents, Doomed, Fold, GcPlan, listed_manifests
+
+_BATCH: Final = 256
+"""Objects deleted between two looks for versions that name one of them."""
+
+
+class GcBucket(Get, Put, List, Delete, Protocol):
+    """What a bucket must do to be collected."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Collected:
+    """What a collection did."""
+
+    num_deleted: int
+    num_bytes: int
+    spared: tuple[str, ...]
+    """Objects of the plan that a version committed meanwhile names."""
+
+
+def survey(bucket: Reads, run: RunId, *, now_s: float | None, progress: Progress) -> Contents:
+    """Read what a collection is planned from: the run's listing, all its manifests, all its folds.
+
+    Args:
+        bucket: Where the run lies.
+        run: The run.
+        now_s: Seconds since the epoch, for the ages of objects; None takes the time at which the head hint was written,
+            by the store's clock: see `point_at_head`. Where that isn't told, nothing is old.
+        progress: Told the stage ``manifests``.
+
+    Raises:
+        NotFoundError: The run has no versions.
+        ConflictError: The listing lacks a manifest that is there.
+        CorruptError: A manifest or a fold can't be read, so that what it needs isn't known.
+    """
+    objects = tuple(bucket.list(run))
+    numbers = list(read_numbers(bucket, run, objects).written_s)
+    listed = listed_manifests(run, (item.key for item in objects))
+    for number in sorted(version for version in listed if version and Version(version - 1) not in listed):
+        if is_there(bucket, run, number - 1):
+            raise ConflictError(
+                f"the listing of {run} lacks version {number - 1}, which is there",
+                hint="the store's listing lags: try again later",
+            )
+    found = [fold for fold in (parse_fold_key(run, item.key) for item in objects) if fold is not None]
+    total = len(numbers) + len(found)
+    manifests: dict[Version, Manifest] = {}
+    for version in numbers:
+        manifests[version] = _read(manifest_key(run, version), partial(read_manifest, bucket, run, version))
+        progress("manifests", len(manifests), total)
+    folds: dict[Fold, Manifest] = {}
+    for fold in found:
+        folds[fold] = _read(fold_key(run, *fold), partial(read_fold, bucket, run, *fold))
+        progress("manifests", len(manifests) + len(folds), total)
+    hinted_s = next((item.modified_s for item in objects if item.key == head_key(run)), None)
+    told_s = (hinted_s or 0.0) if now_s is None else now_s
+    return Contents(run=run, objects=objects, manifests=manifests, folds=folds, now_s=told_s)
+
+
+def _read(key: str, read: Callable[[], Manifest]) -> Manifest:
+    """A manifest without its columns, which would fill the memory where versions are many and large."""
+    try:
+        return msgspec.structs.replace(read(), tensors=(), bodies=None, tiles=None)
+    except CorruptError as error:
+        raise CorruptError(
+            f"{key} can't be read, so what it needs isn't known: {error.message}",
+            hint="find out what wrote it; a fold may be deleted, for nothing needs it",
+        ) from error
+
+
+def point_at_head(bucket: GcBucket, run: RunId) -> None:
+    """Write the head hint anew: nobody starts to look for the head below a gap, and the next survey has a date.
+
+    Raises:
+        NotFoundError: The run has no versions.
+    """
+    bucket.put(head_key(run), msgspec.json.encode(HeadHint(version=read_numbers(bucket, run).head)))
+
+
+def collect(bucket: GcBucket, run: RunId, plan: GcPlan, *, threads: int, progress: Progress) -> Collected:
+    """Delete what a plan says, in its order. Ended anywhere, it leaves no manifest without its objects.
+
+    Objects that versions name which have been committed since the plan are spared: a publisher may have found one there
+    and not uploaded it again.
+
+    Args:
+        bucket: Where the run lies.
+        run: The run.
+        plan: From a survey made after `point_at_head`.
+        threads: Objects deleted at once.
+        progress: Told the stage ``delete`` in objects.
+
+    Raises:
+        AuthError: The credentials may not delete.
+        CorruptError: At the end: one was committed in the very moment, and an object of it is gone.
+    """
+    manifests = [item for item in plan.delete if item.why in {"fold", "manifest"}]
+    objects = [item for item in plan.delete if item.why not in {"fold", "manifest"}]
+    spared: list[str] = []
+    done = num_bytes = 0
+    for item in manifests:
+        bucket.delete(item.key)
+        done, num_bytes = done + 1, num_bytes + item.size
+        progress("delete", done, len(plan.delete))
+    with ThreadPoolExecutor(threads, thread_name_prefix="delete") as pool:
+        for start in range(0, len(objects), _BATCH):
+            batch = objects[start : start + _BATCH]
+            named = _named_since(bucket, run, max(plan.versions))
+            going = [item for item in batch if item.key not in named]
+            spared += [item.key for item in batch if item.key in named]
+            for item in pool.map(partial(_delete, bucket), going):
+                done, num_bytes = done + 1, num_bytes + item.size
+                progress("delete", done, len(plan.delete))
+    lost = (_named_since(bucket, run, max(plan.versions)) & {item.key for item in objects}) - {*spared}
+    if lost:
+        raise CorruptError(
+            f"{min(lost)} was deleted in the moment in which a version of {run} was committed that names it",
+            hint="publish an anchor now, and take a longer minimum age",
+        )
+    return Collected(num_deleted=done, num_bytes=num_bytes, spared=tuple(spared))
+
+
+def _delete(bucket: Delete, item: Doomed) -> Doomed:
+    bucket.delete(item.key)
+    return item
+
+
+def _named_since(bucket: Get, run: RunId, version: Version) -> frozenset[str]:
+    newer = takewhile(lambda number: is_there(bucket, run, number), count(version + 1))
+    return frozenset(ref.key for number in newer for ref in read_manifest(bucket, run, Version(number)).objects)

@@ -1,0 +1,158 @@
+"""The ranks' parts of a version become one manifest. Each part is a manifest of its own, of that rank's tensors."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+
+import msgspec
+import numpy as np
+
+from slackwater.checkpoint.columns import from_column, to_column
+from slackwater.checkpoint.groups import group_key, groups
+from slackwater.checkpoint.manifest import AnchorTensor, Bodies, Manifest, ObjectRef, Tiles
+from slackwater.checkpoint.outline import Outline
+from slackwater.checkpoint.state import StateTable
+from slackwater.checkpoint.tensor import TensorSpec
+from slackwater.errors import CorruptError, InvalidInputError
+
+
+def share_out(specs: Iterable[TensorSpec], world: int) -> list[list[str]]:
+    """Names for each rank, of about equally many bytes: groups that load together stay together.
+
+    Args:
+        specs: All tensors.
+        world: How many ranks.
+    """
+    sizes = {spec.name: spec.num_bytes for spec in specs}
+    shares: list[list[str]] = [[] for _ in range(world)]
+    loads = [0] * world
+    weighed = sorted(groups(sorted(sizes)), key=lambda group: -sum(map(sizes.__getitem__, group.names)))
+    for group in weighed:
+        rank = loads.index(min(loads))
+        shares[rank] += group.names
+        loads[rank] += sum(map(sizes.__getitem__, group.names))
+    return [sorted(share) for share in shares]
+
+
+def check_shares(shares: Sequence[Iterable[str]], wanted: Iterable[str] | None) -> None:
+    """Check that ranks own whole tensors and whole groups, each once, and together all.
+
+    Args:
+        shares: The names of each rank's tensors.
+        wanted: The lineage's tensors; None before its first anchor.
+
+    Raises:
+        InvalidInputError: A tensor has two owners or none, or a group is parted; the message names it.
+    """
+    owners: dict[str, int] = {}
+    keys: dict[str, int] = {}
+    for rank, name in ((rank, name) for rank, share in enumerate(shares) for name in share):
+        if name in owners:
+            raise InvalidInputError(
+                f"{name} is published by rank {owners[name]} and by rank {rank}", hint="give each tensor one owner"
+            )
+        owners[name] = rank
+        if keys.setdefault(group_key(name), rank) != rank:
+            raise InvalidInputError(
+                f"{name} of rank {rank} loads together with tensors of rank {keys[group_key(name)]}",
+                hint="share tensors out by groups: slackwater.publish.merge.share_out does",
+            )
+    missing = sorted(set(wanted or ()) - owners.keys())
+    if missing:
+        raise InvalidInputError(f"no rank publishes {missing[0]}", hint="the ranks' tensors are together the model")
+
+
+def merge_deltas(held: StateTable, parts: Sequence[Manifest]) -> Manifest:
+    """One delta of what each rank's changes.
+
+    Args:
+        held: The state that all were made on.
+        parts: By rank; their tensors are disjoint.
+
+    Raises:
+        CorruptError: One was made on another state, or two change the same tile.
+    """
+    tiles, sums = held.tiles.copy(), held.sums.copy()
+    numbers: list[int] = []
+    for part in parts:
+        listed = part.tiles
+        if listed is None or part.parent is None or part.parent.state != held.digest:
+            raise CorruptError(f"a rank's part of version {part.version} is no delta on {held.digest[:12]}")
+        numbers += listed.number
+        tensors = sorted({held.outline.tensor_of(number) for number in listed.number})
+        tiles[list(listed.number)] = listed.post
+        sums[tensors] = from_column(listed.sums, len(tensors), "tiles.sums")
+    if len(set(numbers)) != len(numbers):
+        raise CorruptError("two ranks changed the same tile")
+    changed = sorted({held.outline.tensor_of(number) for number in numbers})
+    return msgspec.structs.replace(
+        parts[0],
+        state=StateTable(outline=held.outline, tiles=tiles, sums=sums).digest,
+        objects=_objects(parts),
+        bodies=_bodies(parts),
+        tiles=_tiles(parts, to_column(held.sums[:0] if not changed else sums[changed])),
+        quantizers=tuple(sorted({name for part in parts for name in part.quantizers})),
+    )
+
+
+def merge_anchors(parts: Sequence[Manifest], extra: Mapping[str, ObjectRef]) -> Manifest:
+    """One anchor of each rank's files.
+
+    Args:
+        parts: By rank; their tensors and files are disjoint.
+        extra: Files besides, such as the index, by name.
+    """
+    objects = (*_objects(parts), *extra.values())
+    files: dict[str, int] = {}
+    tensors: list[AnchorTensor] = []
+    for part, first in zip(parts, _firsts(parts), strict=True):
+        files |= {file: first + index for file, index in part.files.items()}
+        tensors += [msgspec.structs.replace(tensor, object=first + tensor.object) for tensor in part.tensors]
+    files |= {file: len(objects) - len(extra) + index for index, file in enumerate(extra)}
+    tensors.sort(key=lambda tensor: tensor.name)
+    return msgspec.structs.replace(
+        parts[0],
+        state=_state(tensors),
+        objects=objects,
+        tensors=tuple(tensors),
+        files=dict(sorted(files.items())),
+    )
+
+
+def _state(tensors: Sequence[AnchorTensor]) -> str:
+    outline = Outline(tensor.spec for tensor in tensors)
+    columns = [
+        from_column(tensor.digests, outline.first_tiles[index + 1] - outline.first_tiles[index] + 1, tensor.name)
+        for index, tensor in enumerate(tensors)
+    ]
+    tiles = np.concatenate([np.empty(0, dtype=np.uint64), *(column[:-1] for column in columns)])
+    return StateTable(outline=outline, tiles=tiles, sums=np.array([c[-1] for c in columns], dtype=np.uint64)).digest
+
+
+def _firsts(parts: Sequence[Manifest]) -> list[int]:
+    """The index of each part's first object among all."""
+    return list(accumulate((len(part.objects) for part in parts), initial=0))[:-1]
+
+
+def _objects(parts: Sequence[Manifest]) -> tuple[ObjectRef, ...]:
+    return tuple(ref for part in parts for ref in part.objects)
+
+
+def _bodies(parts: Sequence[Manifest]) -> Bodies:
+    all_bodies = [(first, part.bodies) for first, part in zip(_firsts(parts), parts, strict=True) if part.bodies]
+    return Bodies(
+        object=tuple(first + index for first, bodies in all_bodies for index in bodies.object),
+        length=tuple(length for _, bodies in all_bodies for length in bodies.length),
+        encoding="".join(bodies.encoding for _, bodies in all_bodies),
+        tiles=tuple(count for _, bodies in all_bodies for count in bodies.tiles),
+    )
+
+
+def _tiles(parts: Sequence[Manifest], sums: str) -> Tiles:
+    listed = [part.tiles for part in parts if part.tiles]
+    pairs = [np.stack((tiles.pre, tiles.post), axis=1).reshape(-1) for tiles in listed]
+    return Tiles(
+        number=tuple(number for tiles in listed for number in tiles.number),
+        changed=tuple(changed for tiles in listed for changed in tiles.changed),
+        digests=to_column(np.concatenate([np.empty(0, dtype=np.uint64), *pairs])),
+        sums=sums,
+    )
