@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-unit test-system test-engines check bench-codec format lock clean help
+.PHONY: demo test test-unit test-system test-engines check bench-codec bench-publish format lock clean help
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -45,6 +45,9 @@ bench-demo: $(READY) ## the demo as a benchmark: last line is one JSON object
 
 bench-codec: $(READY) ## the codec on real deltas, beside what others ship: last line is one JSON object
 	$(BIN)/python benchmarks/codec.py $(ARGS)
+
+bench-publish: $(READY) ## publishing to an S3 server over loopback, crashes and races: last line is one JSON object
+	PYTHONPATH=tests:tests/unit:tests/integration $(BIN)/python benchmarks/publishing.py $(ARGS)
 
 format: $(READY) ## rewrite to the house format
 	$(BIN)/ruff format src tests scripts benchmarks

@@ -1,4 +1,4 @@
-"""What the codec's benchmark claims: numbers by name, the targets that they are held to, and the last line's JSON."""
+"""What benchmarks claim: numbers by name, the targets that they are held to, and the last line's JSON."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,19 @@ AT_MOST: Final[Mapping[str, float]] = MappingProxyType(
         "apply_extra_mb": 256,
     }
 )
-"""Targets of what has to be small."""
+"""Targets of what has to be small, of the codec."""
+
+PUBLISH_AT_MOST: Final[Mapping[str, float]] = MappingProxyType(
+    {
+        "blocked_vs_memcpy": 3,
+        "uploaded_vs_encoded": 1.02,
+        "delta_vs_full_seconds": 0.2,
+        "extra_mb": 512,
+        "torn_reads": 0,
+        "lost_races_mixed": 0,
+    }
+)
+"""Targets of what has to be small, of publishing."""
 
 AT_LEAST: Final[Mapping[str, float]] = MappingProxyType(
     {
@@ -35,7 +47,7 @@ AT_LEAST: Final[Mapping[str, float]] = MappingProxyType(
         "density_worst_decode_share": 1 / 3,
     }
 )
-"""Targets of what has to be large."""
+"""Targets of what has to be large, of the codec."""
 
 _DIGITS: Final = 5
 
@@ -69,11 +81,11 @@ class Claim:
         return told if self.target is None else {**told, "target": _short(self.target), "ok": self.ok}
 
 
-def claim(name: str, value: float) -> Claim:
-    """A claim held to its target of `AT_MOST` or `AT_LEAST`, where it has one."""
+def claim(name: str, value: float, at_most: Mapping[str, float] = AT_MOST) -> Claim:
+    """A claim held to its target of ``at_most`` or `AT_LEAST`, where it has one."""
     if name in AT_LEAST:
         return Claim(name=name, value=value, target=AT_LEAST[name], side="at least")
-    return Claim(name=name, value=value, target=AT_MOST.get(name))
+    return Claim(name=name, value=value, target=at_most.get(name))
 
 
 def line(bench: str, claims: Sequence[Claim]) -> str:

@@ -1,4 +1,4 @@
-"""The benchmark's tables for people."""
+"""The benchmarks' tables for people."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
@@ -14,6 +14,7 @@ from first_use import FirstUse
 from measure import Speed
 from ours import Sizes, Speeds
 from peers import Outcome
+from publish_cost import Cost
 
 _WIDTH: Final = 140
 _MEGA: Final = 1e6
@@ -106,6 +107,37 @@ def applied(found: Sequence[Applied]) -> Table:
     for item in found:
         speed = item.num_bytes / item.seconds / _GIGA
         table.add_row(item.name, f"{item.num_bytes / _GIGA:.2f}", f"{item.extra / _MEGA:.1f} MB", f"{speed:.2f}")
+    return table
+
+
+def published(found: Sequence[Cost]) -> Table:
+    """What publishing took, model by model."""
+    columns = (
+        "model",
+        "MB",
+        "changed",
+        "anchor s",
+        "full s",
+        "delta MB",
+        "delta s",
+        "blocked s",
+        "memcpy s",
+        "extra MB",
+    )
+    table = _table("Published to an S3 server over loopback, two threads", columns)
+    for cost in found:
+        table.add_row(
+            cost.name,
+            f"{cost.num_bytes / _MEGA:.0f}",
+            f"{100 * cost.share:.2f} %",
+            f"{cost.anchor_s:.2f}",
+            f"{cost.full_s:.2f}",
+            f"{cost.uploaded / _MEGA:.2f}",
+            f"{cost.delta_s:.3f}",
+            f"{cost.blocked_s:.3f}",
+            f"{cost.copy_s:.3f}",
+            f"{cost.extra / _MEGA:.0f}",
+        )
     return table
 
 
