@@ -22,7 +22,7 @@ demo: $(READY) ## train a real small model against a real fleet on this machine 
 test: test-unit ## all tests that need only pip
 	$(BIN)/pytest tests/conformance tests/integration $(ARGS)
 
-test-unit: $(READY) ## unit, hostile, frozen and stateful tests: under a minute
+test-unit: $(READY) ## unit, hostile, frozen and stateful tests: about a minute
 	$(BIN)/pytest -n 2 tests/unit tests/hostile tests/frozen tests/stateful $(ARGS)
 
 test-system: $(READY) .azurite/node_modules/.bin/azurite ## tests with what pip can't install: Azurite, which npm does
