@@ -7,8 +7,9 @@ from typing import Final
 from bounds import Bounds, measure
 from measure import Speed, timed
 from pairs import Pair, States, copy, copy_onto, same
+from slackwater.checkpoint.application import apply_taken, places_at, places_of, take
 from slackwater.checkpoint.bundles import Bundle, batches
-from slackwater.checkpoint.codec import EncodedBody, Level, Place, apply_body, encode_body
+from slackwater.checkpoint.codec import EncodedBody, Level, encode_body
 from slackwater.checkpoint.digest import tile_digest
 from slackwater.checkpoint.manifest import Manifest, ObjectRef, encode_manifest
 from slackwater.checkpoint.outline import Outline
@@ -150,22 +151,16 @@ def encode(pair: Pair, level: Level) -> list[EncodedBody]:
 
 
 def _encode_bundle(pair: Pair, bundle: Bundle, level: Level) -> EncodedBody | None:
-    places = [Place(spec=spec, tile=tile) for spec, tile in map(pair.outline.place, bundle)]
-    olds = [place.tile.take(pair.old[place.spec.name]) for place in places]
-    news = [place.tile.take(pair.new[place.spec.name]) for place in places]
-    return encode_body(places, olds, news, level)
+    places = places_at(pair.outline, bundle)
+    return encode_body(places, take(places, pair.old.__getitem__), take(places, pair.new.__getitem__), level)
 
 
 def apply(delta: Delta, held: States) -> None:
     """Apply every body in place: digests before, decoding with bounds checked, digests after."""
     for entry in delta.manifest.listed():
         body = delta.objects[entry.object][entry.offset : entry.offset + entry.length]
-        places = [Place(spec=s, tile=t) for s, t in (delta.outline.place(tile.number) for tile in entry.tiles)]
-        tiles = [place.tile.take(held[place.spec.name]) for place in places]
-        apply_body(places, entry, body, tiles)
-        for place, tile in zip(places, tiles, strict=True):
-            if place.tile.rows > 1:  # taken as a copy
-                place.tile.put(held[place.spec.name], tile)
+        places = places_of(delta.outline, entry)
+        apply_taken(places, entry, body, take(places, held.__getitem__), held.__getitem__)
 
 
 def speeds(pair: Pair, delta: Delta, level: Level, runs: int) -> Speeds:

@@ -490,13 +490,14 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 import slackwater.weights.patch as patch
+from slackwater.checkpoint import application
 from slackwater.cli.apply import apply_in_place
 from slackwater.cli.attended import Attended
 from slackwater.cli.scratch import Scratch
 from slackwater.weights.delta_folder import DeltaFolder
 
 after, torn = int(sys.argv[3]), sys.argv[4] == "torn"
-apply_body, calls = patch.apply_body, 0
+apply_body, calls = application.apply_body, 0
 
 def apply_and_die(places, entry, body, held):
     global calls
@@ -509,7 +510,7 @@ def apply_and_die(places, entry, body, held):
             place.tile.put(source.bits(place.spec.name), bits)
     os.kill(os.getpid(), signal.SIGKILL)
 
-patch.apply_body = apply_and_die
+application.apply_body = apply_and_die
 writable = patch.WritableFolder
 def remember(folder):
     global source

@@ -131,7 +131,7 @@ def test_f06_a_kill_while_the_baseline_moves_is_completed(
         if crash == "note":
             patch.setattr(mapped.MappedStore, "moved", kill)
         else:
-            patch.setattr("slackwater.publish.baseline.apply_body", until_killed)
+            patch.setattr("slackwater.checkpoint.application.apply_body", until_killed)
         with pytest.raises(KilledError):
             publisher.publish(StateDictSource(two), step=1)
     assert goes_on(memory, folder, 1) == (0 if crash == "note" else 1)

@@ -3,9 +3,10 @@
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-from slackwater.checkpoint.groups import groups
+from slackwater.checkpoint.filling import filled
+from slackwater.checkpoint.groups import Group, groups
 from slackwater.checkpoint.outline import Outline
-from slackwater.checkpoint.tensor import TILE_BYTES, is_expert
+from slackwater.checkpoint.tensor import TILE_BYTES, expert_of
 
 Bundle = tuple[int, ...]
 """Numbers of tiles of one dtype that share a body: one large tile, or small ones of `TILE_BYTES` together at most."""
@@ -24,19 +25,13 @@ def batches(outline: Outline, names: Iterable[str]) -> Iterator[Batch]:
         outline: The run's.
         names: Tensors of it.
     """
-    gathered: list[int] = []
-    size = 0
-    for group in groups(names):
-        tensors = [outline.by_name[name] for name in group.names]
-        num_bytes = sum(outline.specs[tensor].num_bytes for tensor in tensors)
-        alone = is_expert(group.names[0])
-        if gathered and (alone or size + num_bytes > TILE_BYTES):
-            yield tuple(_bundles(outline, gathered))
-            gathered, size = [], 0
-        gathered += tensors
-        size += TILE_BYTES if alone else num_bytes
-    if gathered:
-        yield tuple(_bundles(outline, gathered))
+
+    def size_of(group: Group) -> int:
+        alone = expert_of(group.names[0]) is not None
+        return TILE_BYTES if alone else sum(outline.specs[outline.by_name[name]].num_bytes for name in group.names)
+
+    for batch in filled(groups(names), size_of, TILE_BYTES):
+        yield tuple(_bundles(outline, [outline.by_name[name] for group in batch for name in group.names]))
 
 
 def _bundles(outline: Outline, tensors: Iterable[int]) -> Iterator[Bundle]:
@@ -48,18 +43,5 @@ def _bundles(outline: Outline, tensors: Iterable[int]) -> Iterator[Bundle]:
         else:
             yield from ((number,) for number in range(first, end))
     for alike in small.values():
-        yield from _joined(outline, alike)
-
-
-def _joined(outline: Outline, tensors: Iterable[int]) -> Iterator[Bundle]:
-    gathered: list[int] = []
-    size = 0
-    for tensor in tensors:
-        num_bytes = outline.specs[tensor].num_bytes
-        if gathered and size + num_bytes > TILE_BYTES:
-            yield tuple(gathered)
-            gathered, size = [], 0
-        gathered.append(outline.first_tiles[tensor])
-        size += num_bytes
-    if gathered:
-        yield tuple(gathered)
+        for joined in filled(alike, lambda tensor: outline.specs[tensor].num_bytes, TILE_BYTES):
+            yield tuple(outline.first_tiles[tensor] for tensor in joined)

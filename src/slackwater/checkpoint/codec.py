@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final, Literal, NoReturn
+from typing import Final, Literal
 
 import numpy as np
 import xxhash
@@ -18,9 +18,10 @@ from slackwater.checkpoint.dense import decode_dense, encode_dense
 from slackwater.checkpoint.digest import tile_digest
 from slackwater.checkpoint.element_sum import compare_all, seed_of, sum_change
 from slackwater.checkpoint.manifest import BodyEntry, Encoding, TileEntry
+from slackwater.checkpoint.refusal import refuse_body
 from slackwater.checkpoint.sparse import contexts_of, decode_sparse, encode_sparse
 from slackwater.checkpoint.tensor import Bits, TensorSpec, Tile, TileWrite
-from slackwater.errors import CorruptError, InvalidInputError, WrongBaseError
+from slackwater.errors import InvalidInputError, WrongBaseError
 
 Level = Literal["fast", "wan"]
 """``fast``: at memory-like speed, and readers touch changed elements alone. ``wan``: the fewest bytes that we know;
@@ -244,7 +245,7 @@ def apply_body(places: Sequence[Place], entry: BodyEntry, body: memoryview, held
             else:
                 found = tile_digest(part)
             if found != tile.post:
-                _corrupt(str(place), "post", "the decoded tile hasn't the digest that the manifest names")
+                refuse_body(str(place), "post", "the decoded tile hasn't the digest that the manifest names")
         undo.pop_all()
     for bits, part, is_done in zip(held, parts, done, strict=True):
         if not is_done and not isinstance(part, Changes):
@@ -280,7 +281,7 @@ def _check_held(places: Sequence[Place], entry: BodyEntry, body: memoryview, old
     if not len(places) == len(entry.tiles) == len(olds):
         raise InvalidInputError(f"{len(places)} places and {len(olds)} tiles for a body of {len(entry.tiles)}")
     if len(body) != entry.length:
-        _corrupt(str(places[0]), "length", f"the body has {len(body)} bytes, the manifest says {entry.length}")
+        refuse_body(str(places[0]), "length", f"the body has {len(body)} bytes, the manifest says {entry.length}")
     for place, old in zip(places, olds, strict=True):
         if old.dtype != place.spec.bits_dtype or old.shape != (place.tile.count,):
             raise InvalidInputError(
@@ -288,7 +289,7 @@ def _check_held(places: Sequence[Place], entry: BodyEntry, body: memoryview, old
             )
         _check_contiguous(place, old)
         if place.spec.dtype != places[0].spec.dtype:
-            _corrupt(str(place), "dtype", f"{place.spec.dtype} in a body of {places[0].spec.dtype}")
+            refuse_body(str(place), "dtype", f"{place.spec.dtype} in a body of {places[0].spec.dtype}")
     done = [_is_done(place, tile, old) for place, tile, old in zip(places, entry.tiles, olds, strict=True)]
     if any(done) and not all(done) and entry.encoding == "sparse" and contexts_of(body) > 1:
         raise WrongBaseError(
@@ -317,14 +318,14 @@ def _decode(places: Sequence[Place], entry: BodyEntry, body: memoryview, olds: S
     for place, tile, old, part in zip(places, entry.tiles, olds, parts, strict=True):
         found = part.count if isinstance(part, Changes) else int(np.count_nonzero(part != old))
         if found != tile.changed and tile_digest(old) != tile.post:
-            _corrupt(str(place), "changed", f"{found} elements change, the manifest says {tile.changed}")
+            refuse_body(str(place), "changed", f"{found} elements change, the manifest says {tile.changed}")
     return parts
 
 
 def _split_full(where: str, olds: Sequence[Bits], body: memoryview) -> list[Bits]:
     size = sum(old.nbytes for old in olds)
     if len(body) != size:
-        _corrupt(where, "length", f"{size} bytes of elements don't fill {len(body)}")
+        refuse_body(where, "length", f"{size} bytes of elements don't fill {len(body)}")
     result, begin = list[Bits](), 0
     for old in olds:
         result.append(np.frombuffer(body[begin : begin + old.nbytes], dtype=old.dtype))
@@ -335,16 +336,12 @@ def _split_full(where: str, olds: Sequence[Bits], body: memoryview) -> list[Bits
 def _prove(place: Place, tile: TileEntry, old: Bits, part: _Part) -> TileWrite:
     if not isinstance(part, Changes):
         if tile_digest(part) != tile.post:
-            _corrupt(str(place), "post", "the decoded tile hasn't the digest that the manifest names")
+            refuse_body(str(place), "post", "the decoded tile hasn't the digest that the manifest names")
         return TileWrite(name=place.spec.name, tile=place.tile, positions=None, values=part)
     result = old.copy()
     if _scatter_all(result, part) != tile.post:
-        _corrupt(str(place), "post", "the decoded tile hasn't the digest that the manifest names")
+        refuse_body(str(place), "post", "the decoded tile hasn't the digest that the manifest names")
     if part.count * DENSE_SHARE > old.size:
         return TileWrite(name=place.spec.name, tile=place.tile, positions=None, values=result)
     values = part.new.astype(old.dtype)
     return TileWrite(name=place.spec.name, tile=place.tile, positions=part.positions, values=values)
-
-
-def _corrupt(where: str, field: str, why: str) -> NoReturn:
-    raise CorruptError(f"{where}: {field}: {why}", hint="fetch the object again")

@@ -7,15 +7,15 @@ bits follow after all codes. Loops without branches over whole blocks: what chan
 import struct
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from slackwater.checkpoint.changes import read_only
 from slackwater.checkpoint.jit import kernel, trailing_zeros
+from slackwater.checkpoint.refusal import refuse_body
 from slackwater.checkpoint.tensor import Bits, Words
-from slackwater.errors import CorruptError
 
 LARGER_SHARE: Final = 4
 """With more larger steps than one element in this many, the body isn't worth its time."""
@@ -55,23 +55,23 @@ def decode_dense(where: str, olds: Sequence[Bits], body: memoryview) -> list[Bit
         CorruptError: The body breaks the format.
     """
     if len(body) < _HEAD.size:
-        _corrupt(where, "head", f"it needs {_HEAD.size} bytes and the body has {len(body)}")
+        refuse_body(where, "head", f"it needs {_HEAD.size} bytes and the body has {len(body)}")
     (count,) = _HEAD.unpack_from(body)
     lengths = (*(_code_bytes(old.size) for old in olds), count * olds[0].itemsize)
     ends = list(accumulate(lengths, initial=_HEAD.size))
     if ends[-1] != len(body):
-        _corrupt(where, "sections", f"they end at byte {ends[-1]} and the body has {len(body)}")
+        refuse_body(where, "sections", f"they end at byte {ends[-1]} and the body has {len(body)}")
     *packed, tail = (np.frombuffer(body[begin:end], dtype=np.uint8) for begin, end in pairwise(ends))
     larger = tail.copy().view(olds[0].dtype)  # aligned
     news, used = [np.empty(old.size, dtype=old.dtype) for old in olds], 0
     for old, codes, new in zip(olds, packed, news, strict=True):
         if old.size % _CODES and int(codes[-1]) >> 2 * (old.size % _CODES):
-            _corrupt(where, "codes", "a last byte isn't filled with zeros")
+            refuse_body(where, "codes", "a last byte isn't filled with zeros")
         used = _decode_tile(read_only(old), codes, larger, used, new)
         if used < 0:
-            _corrupt(where, "codes", f"they hold more than {count} larger steps")
+            refuse_body(where, "codes", f"they hold more than {count} larger steps")
     if used != count:
-        _corrupt(where, "codes", f"they hold {used} larger steps, not {count}")
+        refuse_body(where, "codes", f"they hold {used} larger steps, not {count}")
     return news
 
 
@@ -205,7 +205,3 @@ def _larger_mask(words: Words, group: int) -> Any:
         both = words[group * 8 + byte] & (words[group * 8 + byte] >> np.uint64(1)) & np.uint64(0x0101010101010101)
         mask |= ((both * np.uint64(0x0102040810204080)) >> np.uint64(56)) << np.uint64(8 * byte)
     return mask
-
-
-def _corrupt(where: str, field: str, why: str) -> NoReturn:
-    raise CorruptError(f"{where}: {field}: {why}", hint="fetch the object again")

@@ -6,10 +6,11 @@ matrices that are applied to the same input; the table below names them by the r
 one engine's. A routed expert is one group: engines stack and repack it as a whole.
 """
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
+
+from slackwater.checkpoint.tensor import expert_of
 
 _WEIGHT_LEAVES: Final = frozenset({
     "weight", "weight_packed",
@@ -38,7 +39,6 @@ _FUSIONS: Final = (
 """The name of a joined parameter, and the modules, beside each other, that are joined in it."""
 
 _JOINED: Final = {module: joined for joined, modules in _FUSIONS for module in modules}
-_EXPERT: Final = re.compile(r"(?:^|\.)experts\.[0-9]+(?=\.)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,9 +61,9 @@ def group_key(name: str) -> str:
         >>> group_key("layers.0.ffn.gate.bias")
         'layers.0.ffn.gate.bias'
     """
-    expert = _EXPERT.search(name)
+    expert = expert_of(name)
     if expert is not None:
-        return name[: expert.end()]
+        return expert
     module, _, leaf = name.rpartition(".")
     parent, dot, last = module.rpartition(".")
     joined = f"{parent}{dot}{_JOINED.get(last, last)}"

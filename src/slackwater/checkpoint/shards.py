@@ -6,7 +6,7 @@ order of all spans have to agree before anything is read or allocated by them.
 
 import json
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from slackwater.checkpoint.filling import filled
 from slackwater.checkpoint.tensor import WIDTHS, Bits, TensorSpec
 from slackwater.errors import CorruptError
 
@@ -152,25 +153,13 @@ class Shard:
 
 def cut_shards(specs: Sequence[TensorSpec], limit: int = SHARD_BYTES) -> tuple[Shard, ...]:
     """Share tensors out over files, in order; a tensor larger than ``limit`` bytes gets a file of its own."""
-    groups = list(_groups(specs, limit))
+    groups = list(filled(specs, lambda spec: spec.num_bytes, limit)) or [()]
     if len(groups) == 1:
         return (Shard(file="model.safetensors", specs=groups[0]),)
     return tuple(
         Shard(file=f"model-{index:05d}-of-{len(groups):05d}.safetensors", specs=group)
         for index, group in enumerate(groups, start=1)
     )
-
-
-def _groups(specs: Sequence[TensorSpec], limit: int) -> Iterator[tuple[TensorSpec, ...]]:
-    group: list[TensorSpec] = []
-    size = 0
-    for spec in specs:
-        if group and size + spec.num_bytes > limit:
-            yield tuple(group)
-            group, size = [], 0
-        group.append(spec)
-        size += spec.num_bytes
-    yield tuple(group)
 
 
 def build_shard(shard: Shard, source: ReadsBits, metadata: Mapping[str, str] = _TORCH) -> bytearray:

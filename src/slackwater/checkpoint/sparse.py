@@ -12,7 +12,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +20,10 @@ import numpy.typing as npt
 from slackwater.checkpoint import contexts as ctx
 from slackwater.checkpoint import rice
 from slackwater.checkpoint.changes import Changes, Positions, gather, read_only, steps_between, steps_onto
+from slackwater.checkpoint.refusal import refuse_body
 from slackwater.checkpoint.rice import Numbers
 from slackwater.checkpoint.tensor import WIDTHS, Bits
 from slackwater.checkpoint.varint import read_varint, varint
-from slackwater.errors import CorruptError
 
 _HEAD: Final = struct.Struct("<IHHIII")
 """Changes, contexts, zero, and the bytes of the gap quotients, of the run quotients and of the sizes."""
@@ -144,7 +144,7 @@ def decode_sparse(where: str, dtype: str, olds: Sequence[Bits], body: memoryview
     ends = list(accumulate(counts))
     gaps = list(zip(_parts(ranks, ends), (row.gap_width for row in rows), strict=True))
     if not rice.rice_numbers(gaps, sections.gap_quotients, sections.gap_lows, [total] * len(rows)):
-        _corrupt(where, "gaps", "they don't end inside the tiles and with their section")
+        refuse_body(where, "gaps", "they don't end inside the tiles and with their section")
     _read_steps(where, rows, sections, steps, 8 * WIDTHS[dtype])
     if len(rows) == 1:
         return _at_positions(olds, ranks, steps, dtype)
@@ -167,14 +167,14 @@ class _Sections(NamedTuple):
 
 def _read_head(where: str, body: memoryview, total: int) -> tuple[list[_Row], _Sections]:
     if len(body) < _HEAD.size:
-        _corrupt(where, "head", f"it needs {_HEAD.size} bytes and the body has {len(body)}")
+        refuse_body(where, "head", f"it needs {_HEAD.size} bytes and the body has {len(body)}")
     count, contexts, zero, gap_quotients, run_quotients, sizes = _HEAD.unpack_from(body)
     if not 1 <= count <= total:
-        _corrupt(where, "count", f"{count} changed elements in {total}")
+        refuse_body(where, "count", f"{count} changed elements in {total}")
     if not 1 <= contexts <= ctx.CLASSES:
-        _corrupt(where, "contexts", f"{contexts} is none of 1 to {ctx.CLASSES}")
+        refuse_body(where, "contexts", f"{contexts} is none of 1 to {ctx.CLASSES}")
     if zero:
-        _corrupt(where, "reserved", f"{zero} instead of 0")
+        refuse_body(where, "reserved", f"{zero} instead of 0")
     rows, begin = _read_rows(where, body, contexts)
     _check_rows(where, rows, count)
     lows = _bytes(sum(row.changes * row.gap_width for row in rows))
@@ -182,7 +182,7 @@ def _read_head(where: str, body: memoryview, total: int) -> tuple[list[_Row], _S
     lengths = (gap_quotients, lows, _bytes(count), run_quotients, run_lows, sizes)
     ends = list(accumulate(lengths, initial=begin))
     if ends[-1] != len(body):
-        _corrupt(where, "sections", f"they end at byte {ends[-1]} and the body has {len(body)}")
+        refuse_body(where, "sections", f"they end at byte {ends[-1]} and the body has {len(body)}")
     return rows, _Sections(*(body[start:end] for start, end in pairwise(ends)))
 
 
@@ -196,10 +196,10 @@ def _read_rows(where: str, body: memoryview, contexts: int) -> tuple[list[_Row],
     rows, at = list[_Row](), _HEAD.size
     for index in range(contexts):
         if len(body) < at + _ROW.size:
-            _corrupt(where, f"row {index}", f"it goes past the body's {len(body)} bytes")
+            refuse_body(where, f"row {index}", f"it goes past the body's {len(body)} bytes")
         last, widths = _ROW.unpack_from(body, at)
         if widths >> 3 * _WIDTH_BITS:
-            _corrupt(where, f"row {index}", "the highest bit of its widths is set")
+            refuse_body(where, f"row {index}", "the highest bit of its widths is set")
         changes, at = read_varint(where, body, at + _ROW.size)
         larger, at = read_varint(where, body, at)
         gap, run, size = (widths >> shift & _WIDTH_MASK for shift in (0, _WIDTH_BITS, 2 * _WIDTH_BITS))
@@ -210,32 +210,32 @@ def _read_rows(where: str, body: memoryview, contexts: int) -> tuple[list[_Row],
 def _check_rows(where: str, rows: Sequence[_Row], count: int) -> None:
     lasts = [row.last for row in rows]
     if any(before >= after for before, after in pairwise(lasts)) or lasts[-1] != ctx.CLASSES - 1:
-        _corrupt(where, "rows", f"last classes rise and end with {ctx.CLASSES - 1}, not {lasts[:16]}")
+        refuse_body(where, "rows", f"last classes rise and end with {ctx.CLASSES - 1}, not {lasts[:16]}")
     for index, row in enumerate(rows):
         if max(row.gap_width, row.run_width, row.size_width) > rice.MAX_WIDTH:
-            _corrupt(where, f"row {index}", f"a width is above {rice.MAX_WIDTH}")
+            refuse_body(where, f"row {index}", f"a width is above {rice.MAX_WIDTH}")
         if row.larger > row.changes:
-            _corrupt(where, f"row {index}", f"{row.larger} larger steps among {row.changes}")
+            refuse_body(where, f"row {index}", f"{row.larger} larger steps among {row.changes}")
     found = sum(row.changes for row in rows)
     if found != count:
-        _corrupt(where, "rows", f"their changes add up to {found}, not {count}")
+        refuse_body(where, "rows", f"their changes add up to {found}, not {count}")
 
 
 def _read_steps(where: str, rows: Sequence[_Row], sections: _Sections, steps: Numbers, bits: int) -> None:
     """Signs, then the larger steps, into ``steps``."""
     if not rice.read_signs(steps, sections.signs):
-        _corrupt(where, "signs", "the last byte isn't filled with zeros")
+        refuse_body(where, "signs", "the last byte isn't filled with zeros")
     larger = [np.empty(row.larger, dtype=np.int64) for row in rows]
     sizes = [np.empty(row.larger, dtype=np.int64) for row in rows]
     runs = list(zip(larger, (row.run_width for row in rows), strict=True))
     if not rice.rice_numbers(runs, sections.run_quotients, sections.run_lows, [row.changes for row in rows]):
-        _corrupt(where, "runs", "they don't end inside their contexts and with their section")
+        refuse_body(where, "runs", "they don't end inside their contexts and with their section")
     if not rice.golomb_numbers(list(zip(sizes, (row.size_width for row in rows), strict=True)), sections.sizes):
-        _corrupt(where, "sizes", "they don't end with their section")
+        refuse_body(where, "sizes", "they don't end with their section")
     begins = accumulate((row.changes for row in rows), initial=0)
     for run, size, begin in zip(larger, sizes, begins, strict=False):
         if size.size and int(size.max()) > (1 << (bits - 1)) - 2:
-            _corrupt(where, "sizes", f"a step of {int(size.max()) + 2} in {bits} bits")
+            refuse_body(where, "sizes", f"a step of {int(size.max()) + 2} in {bits} bits")
         steps[run + begin] *= size + 2
 
 
@@ -264,7 +264,7 @@ def _at_ranks(
         result.append(_changes(old, positions[:count].copy(), steps[order[:count]], dtype))
     found = sum(part.count for part in result)
     if found != steps.size:
-        _corrupt(where, "gaps", f"only {found} of {steps.size} changes lie inside the tiles")
+        refuse_body(where, "gaps", f"only {found} of {steps.size} changes lie inside the tiles")
     return result
 
 
@@ -281,7 +281,3 @@ def _join(parts: Iterable[npt.NDArray[Any]]) -> npt.NDArray[Any]:
 
 def _bytes(bits: int) -> int:
     return (bits + 7) // 8
-
-
-def _corrupt(where: str, field: str, why: str) -> NoReturn:
-    raise CorruptError(f"{where}: {field}: {why}", hint="fetch the object again")

@@ -116,7 +116,7 @@ class Tile:
 
 _SPLIT_BY_COLUMN: Final = re.compile(r"(?:^|\.)(?:o_proj|down_proj|out_proj|w2|wo|wo_b|fc2)\.weight(?:_packed)?\Z")
 """Weights whose tensor-parallel ranks hold columns: the second of two multiplications in a row."""
-_EXPERT: Final = re.compile(r"(?:^|\.)experts\.[0-9]+\.")
+_EXPERT: Final = re.compile(r"(?:^|\.)experts\.[0-9]+(?=\.)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,7 +187,7 @@ def _cut(spec: TensorSpec) -> _Cut:
     by_column = _is_split_by_column(spec)
     lines = spec.shape[1 if by_column else 0]
     line = spec.num_elements // lines
-    sections = 1 if lines % SHARDS or is_expert(spec.name) else SHARDS
+    sections = 1 if lines % SHARDS or expert_of(spec.name) else SHARDS
     section = lines // sections
     most = min(section, max(1, TILE_BYTES // (line * WIDTHS[spec.dtype])))
     length = -(-section // -(-section // most))  # evenly
@@ -196,12 +196,13 @@ def _cut(spec: TensorSpec) -> _Cut:
 
 
 def _is_split_by_column(spec: TensorSpec) -> bool:
-    return len(spec.shape) > 1 and _SPLIT_BY_COLUMN.search(spec.name) is not None and not is_expert(spec.name)
+    return len(spec.shape) > 1 and _SPLIT_BY_COLUMN.search(spec.name) is not None and expert_of(spec.name) is None
 
 
-def is_expert(name: str) -> bool:
-    """Whether a tensor is part of one routed expert."""
-    return _EXPERT.search(name) is not None
+def expert_of(name: str) -> str | None:
+    """The routed expert that a tensor is part of, such as ``layers.0.mlp.experts.7``; None where it is of none."""
+    found = _EXPERT.search(name)
+    return None if found is None else name[: found.end()]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

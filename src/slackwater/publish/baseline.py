@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Final, Protocol
 
-from slackwater.checkpoint.codec import Place, apply_body
+from slackwater.checkpoint.application import apply_taken, places_of, take
 from slackwater.checkpoint.digest import tile_digest
 from slackwater.checkpoint.manifest import Manifest, ObjectRef
 from slackwater.checkpoint.outline import Outline
@@ -207,18 +207,15 @@ def apply(
     has_warned = False
     fetched = lru_cache(maxsize=1)(pack)
     for entry in manifest.listed():
-        places = [Place(spec=s, tile=t) for s, t in (outline.place(tile.number) for tile in entry.tiles)]
+        places = places_of(outline, entry)
         absent = [place.spec.name for place in places if place.spec.name not in bits]
         if len(absent) == len(places):
             continue
         if absent:
             raise WrongBaseError(f"{absent[0]} isn't held, and shares a body with {len(places) - len(absent)} tiles")
         body = memoryview(fetched(manifest.objects[entry.object]))[entry.offset : entry.offset + entry.length]
-        held = [place.tile.take(bits[place.spec.name]) for place in places]
-        apply_body(places, entry, body, held)
-        for place, tile in zip(places, held, strict=True):
-            if place.tile.rows > 1:  # taken as a copy
-                place.tile.put(bits[place.spec.name], tile)
+        held = take(places, bits.__getitem__)
+        apply_taken(places, entry, body, held, bits.__getitem__)
         has_warned = has_warned or _warn_of_first((place.spec, tile) for place, tile in zip(places, held, strict=True))
 
 

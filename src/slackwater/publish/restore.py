@@ -8,7 +8,7 @@ from itertools import groupby
 import numpy as np
 
 from slackwater.bucket.base import Get
-from slackwater.checkpoint.codec import Place, apply_body
+from slackwater.checkpoint.application import apply_taken, places_of, take
 from slackwater.checkpoint.digest import tile_digest
 from slackwater.checkpoint.manifest import AnchorTensor, Manifest
 from slackwater.checkpoint.outline import Outline
@@ -98,9 +98,6 @@ def _apply_delta(bucket: Get, manifest: Manifest, outline: Outline, bits: Mappin
     for index, entries in groupby(manifest.listed(), lambda entry: entry.object):
         pack = memoryview(fetch_object(bucket, manifest.objects[index]))
         for entry in entries:
-            places = [Place(spec=s, tile=t) for s, t in (outline.place(tile.number) for tile in entry.tiles)]
-            held = [place.tile.take(bits[place.spec.name]) for place in places]
-            apply_body(places, entry, pack[entry.offset : entry.offset + entry.length], held)
-            for place, tile in zip(places, held, strict=True):
-                if place.tile.rows > 1:  # taken as a copy
-                    place.tile.put(bits[place.spec.name], tile)
+            places = places_of(outline, entry)
+            body = pack[entry.offset : entry.offset + entry.length]
+            apply_taken(places, entry, body, take(places, bits.__getitem__), bits.__getitem__)

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from slackwater.checkpoint.codec import Place, decode_body
+from slackwater.checkpoint.application import places_of
+from slackwater.checkpoint.codec import decode_body
 from slackwater.checkpoint.digest import tile_digest
 from slackwater.checkpoint.element_sum import element_sum, seed_of
-from slackwater.checkpoint.manifest import BodyEntry, Manifest, TileEntry
+from slackwater.checkpoint.manifest import BodyEntry, Manifest
 from slackwater.checkpoint.outline import Outline
 from slackwater.checkpoint.state import StateTable
 from slackwater.checkpoint.tensor import TensorSpec, Tile, TileWrite
@@ -60,7 +61,7 @@ def prepare_delta(
     """
 
     def decode(entry: BodyEntry) -> list[_Made]:
-        places = [_place(outline, tile) for tile in entry.tiles]
+        places = places_of(outline, entry)
         olds = [engine.read(place.spec.name, place.tile) for place in places]
         writes = decode_body(places, entry, bodies.of(entry), olds)
         return [_made(write, tile.post, tile.pre) for write, tile in zip(writes, entry.tiles, strict=True) if write]
@@ -166,11 +167,6 @@ def read_state(engine: Engine) -> StateTable:
         bits = engine.read(spec.name, tile)
         found.append((tile_digest(bits), element_sum(seed_of(spec.name), tile, bits)))
     return table_of(outline, found)
-
-
-def _place(outline: Outline, listed: TileEntry) -> Place:
-    spec, tile = outline.place(listed.number)
-    return Place(spec=spec, tile=tile)
 
 
 def _made(write: TileWrite, after: int, before: int) -> _Made:

@@ -8,8 +8,9 @@ from typing import Final, TypeVar
 
 import numpy as np
 
+from slackwater.checkpoint.application import places_at, take
 from slackwater.checkpoint.bundles import Batch, Bundle, batches
-from slackwater.checkpoint.codec import EncodedBody, Level, Place, encode_body
+from slackwater.checkpoint.codec import EncodedBody, Level, encode_body
 from slackwater.checkpoint.digest import tile_digest
 from slackwater.checkpoint.element_sum import element_sum, seed_of
 from slackwater.checkpoint.outline import Outline
@@ -37,9 +38,8 @@ def diff(
     read = lru_cache(maxsize=threads + 1)(source.bits)
 
     def encode(bundle: Bundle) -> EncodedBody | None:
-        places = [Place(spec=spec, tile=tile) for spec, tile in map(outline.place, bundle)]
-        olds = [place.tile.take(baseline[place.spec.name]) for place in places]
-        lives = [place.tile.take(read(place.spec.name)) for place in places]
+        places = places_at(outline, bundle)
+        olds, lives = take(places, baseline.__getitem__), take(places, read)
         # Private copies: what is written meanwhile may spoil this version, never the chain.
         encoded = encode_body(places, olds, [bits.copy() for bits in lives], level)
         for tile in () if encoded is None else encoded.tiles:

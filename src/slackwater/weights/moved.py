@@ -7,13 +7,14 @@ from itertools import groupby
 
 import numpy as np
 
+from slackwater.checkpoint.application import places_of
 from slackwater.checkpoint.changes import steps_between
 from slackwater.checkpoint.codec import decode_body
 from slackwater.checkpoint.manifest import BodyEntry
 from slackwater.checkpoint.outline import Outline
 from slackwater.checkpoint.tensor import WIDTHS, Bits, TensorSpec
 from slackwater.errors import WrongBaseError
-from slackwater.weights.patch import Delta, places_of
+from slackwater.weights.patch import Delta
 from slackwater.weights.source import TensorSource
 
 _Moved = list[tuple[int, int]]

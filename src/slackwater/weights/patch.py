@@ -1,6 +1,6 @@
 """A delta applied to a folder of safetensors in place, over threads, a few tiles in memory at a time."""
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from typing import Final, NoReturn
 
 import numpy as np
 
-from slackwater.checkpoint.codec import Place, apply_body
+from slackwater.checkpoint.application import apply_taken, places_of, take
 from slackwater.checkpoint.columns import from_column
 from slackwater.checkpoint.digest import tile_digest
 from slackwater.checkpoint.manifest import BodyEntry, Manifest, ObjectRef
@@ -207,21 +207,8 @@ def apply_pack(
 
 def _apply(source: ShardSource, outline: Outline, entry: BodyEntry, body: memoryview, undo: UndoLog | None) -> None:
     places = places_of(outline, entry)
-    whole = [source.bits(place.spec.name) for place in places]
-    held = [place.tile.take(bits) for place, bits in zip(places, whole, strict=True)]
+    held = take(places, source.bits)
     if undo is not None and all(tile_digest(bits) == tile.post for bits, tile in zip(held, entry.tiles, strict=True)):
         return  # nothing to keep
     with nullcontext() if undo is None else undo.keeping([tile.number for tile in entry.tiles], held):
-        if apply_body(places, entry, body, held):
-            for place, bits, tile in zip(places, whole, held, strict=True):
-                if place.tile.rows > 1:  # taken as a copy
-                    place.tile.put(bits, tile)
-
-
-def places_of(outline: Outline, entry: BodyEntry) -> Sequence[Place]:
-    """The tiles that a body makes.
-
-    Raises:
-        NotFoundError: The outline has no such tile.
-    """
-    return [Place(spec=spec, tile=tile) for spec, tile in (outline.place(item.number) for item in entry.tiles)]
+        apply_taken(places, entry, body, held, source.bits)
