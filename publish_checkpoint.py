@@ -15,6 +15,7 @@ from pathlib import Path
 
 from slackwater.bucket.open import open_bucket
 from slackwater.errors import SlackwaterError
+from slackwater.publish.key_files import read_signer
 from slackwater.publish.publisher import Publisher
 from slackwater.weights.source import FolderSource
 
@@ -28,6 +29,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--anchor", action="store_true", help="publish the whole folder, where a delta would do")
     parser.add_argument("--level", choices=["fast", "wan"], default="fast", help="wan: fewer bytes, more work")
     parser.add_argument("--baseline-dir", type=Path, help="keep the last version here, to read none from the bucket")
+    parser.add_argument("--sign-with", type=Path, help="an Ed25519 private key in PEM, which signs the version")
     return parser.parse_args(argv)
 
 
@@ -39,8 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     options = _arguments(argv)
     try:
+        signer = None if options.sign_with is None else read_signer(options.sign_with)
         bucket = open_bucket(options.bucket, create=True)
-        with Publisher(bucket, options.run, level=options.level, baseline_dir=options.baseline_dir) as publisher:
+        with Publisher(
+            bucket, options.run, level=options.level, baseline_dir=options.baseline_dir, signer=signer
+        ) as publisher:
             published = publisher.publish(FolderSource(options.folder), step=options.step, anchor=options.anchor)
     except SlackwaterError as error:
         sys.stderr.write(f"{error}\n")

@@ -17,7 +17,8 @@ from slackwater.checkpoint.rules import decode_manifest
 from slackwater.checkpoint.state import StateTable
 from slackwater.errors import InternalError
 from slackwater.ids import RunId, Version
-from slackwater.publish.draft import Draft, Label, draft_delta
+from slackwater.publish.delta import Effort
+from slackwater.publish.draft import DeltaDraft, Draft, Label
 from slackwater.weights.diff import hash_source
 
 _TILE_DIGESTS: Final = 16
@@ -111,10 +112,10 @@ def publish(pair: Pair, level: Level, held: StateTable | None = None) -> Delta:
         held: The table of ``pair.old``, where it is at hand.
     """
     table = held or hash_source(pair.before, threads=_THREADS)
-    draft = draft_delta(
-        _LABEL, pair.after, table, pair.old, level=level, threads=_THREADS, put=_nowhere, progress=_quietly
-    )
-    return Delta(outline=pair.outline, manifest=_reread(draft), objects=_objects(draft))
+    effort = Effort(level=level, threads=_THREADS)
+    draft = DeltaDraft(_LABEL, pair.after, table, pair.old, effort=effort, put=_nowhere, progress=_quietly)
+    made = draft.read().finish()
+    return Delta(outline=pair.outline, manifest=_reread(made), objects=_objects(made))
 
 
 def _reread(draft: Draft) -> Manifest:

@@ -1,7 +1,10 @@
 """Every bucket keeps the same promises, also behind a front that fails in ways that must be survived."""
 
+import secrets
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +13,14 @@ from slackwater.bucket.local import LocalBucket
 from slackwater.bucket.open import open_bucket
 from slackwater.bucket.patience import Patience
 from slackwater.testing.bucket import FaultyBucket, MemoryBucket
-from slackwater.testing.conformance_bucket import BucketTests, DeleteTests, SwapTests, UploadTests
+from slackwater.testing.conformance_bucket import (
+    AbortTests,
+    Begin,
+    BucketTests,
+    DeleteTests,
+    SwapTests,
+    UploadTests,
+)
 from slackwater.testing.faulty_front import FaultyFront, Rule
 from slackwater.testing.http_faults import cut, hang_up, refuse, sometimes
 
@@ -37,13 +47,18 @@ def trouble(*, seed: int) -> tuple[Rule, ...]:
         Rule(conflict, "PUT", times=None),
         Rule(writes, "PUT", times=None),
         Rule(writes, "POST", times=None),
+        Rule(writes, "DELETE", times=None),
     )
 
 
-class TestMemoryBucket(BucketTests):
+class TestMemoryBucket(BucketTests, AbortTests):
     @pytest.fixture
     def bucket(self) -> Bucket:
         return MemoryBucket()
+
+    @pytest.fixture
+    def begin(self, bucket: MemoryBucket) -> Begin:
+        return lambda key: bucket.begin(key) and None
 
 
 class TestFaultyBucketWithoutFaults(BucketTests):
@@ -52,24 +67,48 @@ class TestFaultyBucketWithoutFaults(BucketTests):
         return FaultyBucket(MemoryBucket())
 
 
-class TestLocalBucket(BucketTests, DeleteTests):
+class TestLocalBucket(BucketTests, DeleteTests, AbortTests):
     @pytest.fixture
     def bucket(self, tmp_path: Path) -> Bucket:
         return LocalBucket(tmp_path / "bucket", create=True)
 
+    @pytest.fixture
+    def begin(self, tmp_path: Path) -> Begin:
+        def begin(key: str) -> None:
+            path = tmp_path / "bucket" / key
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.with_name(f".put-{secrets.token_hex(8)}-{path.name}").write_bytes(b"half")
 
-class TestS3Bucket(BucketTests, DeleteTests, SwapTests, UploadTests):
+        return begin
+
+
+def begin_on_s3(s3_client: Any, name: str, key: str) -> None:
+    """By boto3, past any front."""
+    where = {"Bucket": name, "Key": f"team/runs/{key}"}
+    upload = s3_client.create_multipart_upload(**where)["UploadId"]
+    s3_client.upload_part(**where, UploadId=upload, PartNumber=1, Body=b"half")
+
+
+class TestS3Bucket(BucketTests, DeleteTests, AbortTests, SwapTests, UploadTests):
     @pytest.fixture
     def bucket(self, s3_bucket_name: str) -> Bucket:
         return open_bucket(f"s3://{s3_bucket_name}/team/runs")
 
+    @pytest.fixture
+    def begin(self, s3_client: Any, s3_bucket_name: str) -> Begin:
+        return partial(begin_on_s3, s3_client, s3_bucket_name)
 
-class TestS3BucketInTrouble(BucketTests):
+
+class TestS3BucketInTrouble(BucketTests, AbortTests):
     @pytest.fixture
     def bucket(self, s3_bucket_name: str, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
         with FaultyFront(s3_endpoint, *trouble(seed=1)) as front:
             monkeypatch.setenv("AWS_ENDPOINT_URL", front.url)
             yield open_bucket(f"s3://{s3_bucket_name}/team/runs", patience=STUBBORN)
+
+    @pytest.fixture
+    def begin(self, s3_client: Any, s3_bucket_name: str) -> Begin:
+        return partial(begin_on_s3, s3_client, s3_bucket_name)
 
 
 class TestGcsBucket(BucketTests, DeleteTests, SwapTests, UploadTests):

@@ -323,7 +323,7 @@ ENCODINGS = {"s": sparse, "d": dense, "f": full}
 
 MEMBERS = {
     "format", "run", "version", "kind", "parent", "state", "step", "created_at",
-    "objects", "tensors", "files", "bodies", "tiles", "quantizers",
+    "objects", "tensors", "files", "bodies", "tiles", "quantizers", "nans",
 }  # fmt: skip
 
 

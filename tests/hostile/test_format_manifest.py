@@ -20,7 +20,8 @@ from slackwater.checkpoint.state import StateTable
 from slackwater.errors import CorruptError, SlackwaterError
 
 Json = dict[str, Any]
-SHA = "a" * 64
+SHA, SHB = "a" * 64, "b" * 64
+X, Y = f"r/blobs/{SHA}", f"r/blobs/{SHB}"
 BIG = [16, 2**19]
 """Sixteen tiles of BF16."""
 
@@ -38,7 +39,7 @@ DELTA: Json = {
     "state": SHA,
     "step": 7,
     "created_at": "2026-01-01T00:00:00+00:00",
-    "objects": [["r/blobs/x", 100, SHA], ["r/blobs/y", 7, SHA]],
+    "objects": [[X, 100, SHA], [Y, 7, SHB]],
     "bodies": {"object": [0, 0, 1], "length": [40, 60, 7], "encoding": "sdf", "tiles": [1, 2, 1]},
     "tiles": {
         "number": [5, 0, 9, 2],
@@ -123,6 +124,11 @@ EVERYWHERE = [
     (("created_at",), "x" * 513, "created_at"),
     (("quantizers",), [""], "quantizers"),
     (("quantizers",), "fp8", "quantizers"),
+    (("nans",), [""], "nans"),
+    (("nans",), "a", "nans"),
+    (("nans",), ["b", "a"], "nans"),
+    (("nans",), ["a", "a"], "nans"),
+    (("nans",), [f"a{index:02}" for index in range(17)], "nans"),
     (("objects", 0, 0), "other/blobs/x", "field objects"),
     (("objects", 0, 0), "r/../s/x", "field objects"),
     (("objects", 0, 0), "/r/x", "field objects"),
@@ -175,15 +181,15 @@ def test_a_rule_of_every_manifest_is_refused_by_field(
         (("bodies", "object"), [0, 1], "bodies: columns of [2, 3] entries"),
         (("bodies", "object"), [1, 0, 0], "bodies.object: it rises"),
         (("bodies", "object"), [0, 0, 2], "bodies.object: 2 of 2"),
-        (("bodies", "object"), [0, 0, 0], "bodies.length: bodies of 107 bytes in r/blobs/x, which has 100"),
+        (("bodies", "object"), [0, 0, 0], f"bodies.length: bodies of 107 bytes in {X}, which has 100"),
         (("bodies", "object"), [0, 0, -1], "bodies.object"),
         (("bodies", "object"), [0, 0, 2**63], "bodies.object"),
         (("bodies", "object"), [0, 0, True], "bodies.object"),
-        (("bodies", "length"), [40, 60, 6], "bodies.length: bodies of 6 bytes in r/blobs/y, which has 7"),
-        (("bodies", "length"), [40, 60, 8], "bodies.length: bodies of 8 bytes in r/blobs/y"),
+        (("bodies", "length"), [40, 60, 6], f"bodies.length: bodies of 6 bytes in {Y}, which has 7"),
+        (("bodies", "length"), [40, 60, 8], f"bodies.length: bodies of 8 bytes in {Y}"),
         (("bodies", "length"), [100, 0, 7], "bodies.length"),
         (("bodies", "length"), [2**63 - 1, 60, 7], "bodies.length: bodies of 9223372036854775867 bytes"),
-        (("bodies", "length"), [41, 60, 7], "bodies.length: bodies of 101 bytes in r/blobs/x"),
+        (("bodies", "length"), [41, 60, 7], f"bodies.length: bodies of 101 bytes in {X}"),
         (("bodies", "length"), [40.0, 60, 7], "bodies.length"),
         (("bodies", "length"), [40, 60], "bodies: columns of [2, 3]"),
         (("bodies", "encoding"), "sd", "bodies: columns of [2, 3]"),
@@ -196,10 +202,16 @@ def test_a_rule_of_every_manifest_is_refused_by_field(
         (("bodies", "tiles"), [1, 2, 2], "tiles: 4 numbers and 4 counts for 5 tiles of bodies"),
         (("bodies", "tiles"), [1, 1, 1], "tiles: 4 numbers and 4 counts for 3"),
         (("bodies", "tiles"), [1, 2, 2**62], "tiles: 4 numbers"),
-        (("objects",), [*DELTA["objects"], ["r/blobs/z", 1, SHA]], "bodies.length: bodies of 0 bytes in r/blobs/z"),
+        (
+            ("objects",),
+            [*DELTA["objects"], [f"r/blobs/{'c' * 64}", 1, "c" * 64]],
+            "bodies.length: bodies of 0 bytes in r/blobs/cc",
+        ),
         (("objects",), [DELTA["objects"][0]], "bodies.object: 1 of 1"),
-        (("objects",), [["r/blobs/x", 100, SHA], ["r/blobs/x", 7, SHA]], "objects: a key is named twice"),
-        (("objects",), [["r/blobs/x", 100, SHA], ["r/blobs/x", 100, "b" * 64]], "objects: a key is named twice"),
+        (("objects",), [[X, 100, SHA], [X, 7, SHA]], "objects: a key is named twice"),
+        (("objects",), [[X, 100, SHA], [X, 100, SHB]], "objects: a key is named twice"),
+        (("objects", 0, 0), f"r/blobs/{'c' * 64}", "isn't named by its SHA-256"),
+        (("objects", 0, 0), "r/anchors/x", "objects: 'r/anchors/x' isn't named by its SHA-256"),
         (("tiles", "more"), 1, "more"),
         (("tiles", "number"), [5, 0, 9], "tiles: 3 numbers and 4 counts for 4"),
         (("tiles", "number"), [5, 0, 9, 5], "tiles.number: a tile is named twice"),

@@ -220,7 +220,7 @@ def test_gc_tells_first_and_deletes_when_told_to(bucket: Path, states: list[Path
     assert before.keys() - contents(bucket).keys() == {item["key"] for item in planned["delete"]}
     assert "gone      3 manifests, " in done.stdout
     again = slackwater(*words, "--delete", "--json")
-    assert json.loads(again.stdout)["collected"] == {"num_deleted": 0, "num_bytes": 0, "spared": []}
+    assert json.loads(again.stdout)["collected"] == {"num_deleted": 0, "num_bytes": 0, "spared": [], "num_aborted": 0}
     assert slackwater("verify", "run/4", "--bucket", bucket, "--depth", "tensors").returncode == 0
     assert slackwater("pull", "run/4", tmp_path / "model", "--bucket", bucket).returncode == 0
     assert bits(tmp_path / "model") == bits(states[4])

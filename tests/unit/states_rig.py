@@ -84,9 +84,9 @@ def altered(folder: Path, target: Path, change: Change) -> Path:
 
 def publish_states(bucket: Bucket, folders: list[Path], *, anchor_every: int = 50) -> None:
     """Publish each folder as a version."""
-    publisher = Publisher(bucket, RUN, anchor_every=anchor_every, threads=1, clock=ManualClock())
-    for step, folder in enumerate(folders):
-        publisher.publish(FolderSource(folder), step=10 * step)
+    with Publisher(bucket, RUN, anchor_every=anchor_every, threads=1, clock=ManualClock()) as publisher:
+        for step, folder in enumerate(folders):
+            publisher.publish(FolderSource(folder), step=10 * step)
 
 
 def bits(source: TensorSource | Path) -> dict[str, bytes]:

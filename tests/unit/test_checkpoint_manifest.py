@@ -63,8 +63,9 @@ def delta(
     )
 
 
-def blob(size: int, name: str = "x") -> ObjectRef:
-    return ObjectRef(f"r/blobs/{name}", size, SHA)
+def blob(size: int, number: int = 0) -> ObjectRef:
+    digest = ObjectDigest(f"{number:064x}")
+    return ObjectRef(f"r/blobs/{digest}", size, digest)
 
 
 @st.composite
@@ -76,7 +77,7 @@ def deltas(draw: st.DrawFn) -> Manifest:
     numbers = draw(st.lists(st.integers(0, 10**6), min_size=total, max_size=total, unique=True))
     pairs = np.arange(2 * total).astype(np.uint64) + np.uint64(draw(st.integers(0, 2**63)))
     return delta(
-        objects=tuple(blob(sum(part), f"x{index}") for index, part in enumerate(lengths)),
+        objects=tuple(blob(sum(part), index) for index, part in enumerate(lengths)),
         bodies=Bodies(
             object=tuple(index for index, part in enumerate(lengths) for _ in part),
             length=tuple(flat),
@@ -114,7 +115,7 @@ def test_a_delta_survives_the_wire_byte_for_byte_and_lists_every_tile_once(manif
 def test_bodies_lie_end_to_end_in_their_objects() -> None:
     pairs = np.array([1, 2, 3, 4, 5, 6, 2**64 - 1, 0], dtype=np.uint64)
     manifest = delta(
-        objects=(blob(30), blob(7, "y")),
+        objects=(blob(30), blob(7, 3)),
         bodies=Bodies(object=(0, 0, 1), length=(10, 20, 7), encoding="sdf", tiles=(1, 2, 1)),
         tiles=Tiles(number=(5, 0, 9, 2), changed=(1, 2, 3, 4), digests=to_column(pairs), sums=""),
     )
@@ -194,7 +195,7 @@ def test_a_delta_of_500_000_tensors_takes_64_bytes_a_tensor_and_seconds() -> Non
     lengths = (90_000 + np.arange(bodies) * 7919 % 20_000).tolist()
     packs = [lengths[begin : begin + per_pack] for begin in range(0, bodies, per_pack)]
     manifest = delta(
-        objects=tuple(blob(sum(pack), f"{index:064d}") for index, pack in enumerate(packs)),
+        objects=tuple(blob(sum(pack), index) for index, pack in enumerate(packs)),
         bodies=Bodies(
             object=tuple(index for index, pack in enumerate(packs) for _ in pack),
             length=tuple(lengths),

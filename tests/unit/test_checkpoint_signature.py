@@ -29,6 +29,7 @@ from slackwater.errors import CorruptError, InvalidInputError
 from slackwater.ids import Version
 from slackwater.publish.lineage import read_manifest
 from slackwater.publish.publisher import Publisher
+from slackwater.publish.signed import SignedBucket
 from slackwater.testing.bucket import Fault, FaultyBucket, MemoryBucket
 from slackwater.weights.source import FolderSource
 from slackwater.weights.state_dict import StateDictSource
@@ -199,7 +200,7 @@ def sign(bucket: MemoryBucket, version: Version, signer: Signer) -> None:
 
 
 def reader(bucket: MemoryBucket | FaultyBucket, root: Path) -> Fetcher:
-    return Fetcher(bucket, RUN, root / "cache", threads=1, trusted_keys=TRUSTED)
+    return Fetcher(SignedBucket(bucket, TRUSTED), RUN, root / "cache", threads=1)
 
 
 def test_a_reader_with_keys_takes_signed_versions(memory: MemoryBucket, tmp_path: Path) -> None:

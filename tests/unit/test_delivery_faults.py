@@ -65,6 +65,7 @@ def memory(tmp_path: Path) -> MemoryBucket:
     model = model_folder(tmp_path / "model")
     for step, tensors in enumerate(states()):
         publisher.publish(StateDictSource(tensors), step=step, folder_files=model)
+    publisher.close()  # writes the last hint
     return bucket
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from states_rig import FILE, RUN, WIDE, altered, publish_states, tell_nobody, write_states
 
-from slackwater.bucket.base import Get
 from slackwater.checkpoint.columns import from_column, to_column
 from slackwater.checkpoint.digest import object_digest
 from slackwater.checkpoint.keys import fold_key, manifest_key
@@ -24,6 +23,7 @@ from slackwater.publish.damage import MAX_FINDINGS, Damage, Depth, Report
 from slackwater.publish.delta import bits_of, encode_delta
 from slackwater.publish.fold import fold, fold_manifest
 from slackwater.publish.lineage import read_manifest
+from slackwater.publish.path import Reads
 from slackwater.testing.bucket import Fault, FaultyBucket, MemoryBucket
 from slackwater.weights.delta_folder import RUN as DIFF
 from slackwater.weights.delta_folder import write_delta, write_object
@@ -68,7 +68,7 @@ def auditor(tmp_path: Path) -> Callable[[Depth], Auditor]:
 Audits = Callable[[Depth], Auditor]
 
 
-def audit(auditor: Audits, bucket: Get, depth: Depth, number: int = 3) -> Report:
+def audit(auditor: Audits, bucket: Reads, depth: Depth, number: int = 3) -> Report:
     return auditor(depth).version(bucket, RUN, Version(number))
 
 

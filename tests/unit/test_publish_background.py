@@ -8,7 +8,7 @@ from publish_rig import RUN, all_bits, model_folder, restored, stepped, trained,
 
 from slackwater.errors import InvalidInputError, LostRaceError, UnavailableError
 from slackwater.ids import Version
-from slackwater.publish.lineage import find_head
+from slackwater.publish.lineage import find_head, read_manifest
 from slackwater.publish.publisher import Publisher
 from slackwater.testing.bucket import Fault, FaultyBucket, Gate, MemoryBucket
 from slackwater.weights.state_dict import StateDictSource
@@ -121,7 +121,7 @@ def test_a_version_is_cancelled_until_its_commit_begins(model: Path) -> None:
     gate.open()
     with pytest.raises(CancelledError):
         handle.result(30)
-    assert (find_head(memory, RUN), bucket.count("put_if_absent")) == (0, 1)
+    assert (find_head(memory, RUN), bucket.count("put_if_absent")) == (0, 2)  # the first was proved
     late = Gate()
     bucket.add(Fault(verb="put_if_absent", gate=late))
     handle = publisher.publish_async(StateDictSource(tensors), step=2)
@@ -191,8 +191,10 @@ def test_weights_that_are_no_numbers_are_published_and_told(
     broken = weights()
     broken[name][0] = float("nan")
     publisher.publish(StateDictSource(broken), step=1)
-    assert f"{name} holds NaN" in caplog.text
+    assert read_manifest(bucket, RUN, Version(1)).nans == (name,)
+    assert f"NaN in {name}: published" in caplog.text
     caplog.clear()
     publisher.publish(StateDictSource(broken), step=2, folder_files=model, anchor=True)
-    assert f"{name} holds NaN" in caplog.text
+    assert [read_manifest(bucket, RUN, Version(version)).nans for version in (0, 2)] == [(), (name,)]
+    assert f"NaN in {name}: published" in caplog.text
     assert restored(bucket, 1) == restored(bucket, 2) == all_bits(StateDictSource(broken))

@@ -11,20 +11,22 @@ import torch
 from publish_rig import RUN, Tensors, all_bits, keys, listed, model_folder, restored, stepped, touched, trained, weights
 from safetensors.torch import save_file
 
-from slackwater.checkpoint.changes import Changes, Watch, find_changes
+from slackwater.checkpoint.capture import Captured, capture
 from slackwater.checkpoint.codec import Level
 from slackwater.checkpoint.keys import manifest_key
 from slackwater.checkpoint.manifest import encode_manifest
 from slackwater.checkpoint.shards import cut_shards
 from slackwater.checkpoint.sparse import contexts_of
-from slackwater.checkpoint.tensor import TILE_BYTES, Bits
+from slackwater.checkpoint.tensor import TILE_BYTES, Bits, Tile
 from slackwater.errors import CorruptError, InvalidInputError
 from slackwater.ids import RunId, Version
+from slackwater.publish.delta import DeltaEncoder, Effort, Encoded, bits_of, tell_nobody
 from slackwater.publish.lineage import find_head, read_manifest
 from slackwater.publish.publisher import Publisher
 from slackwater.publish.restore import restore
 from slackwater.testing.bucket import FaultyBucket, MemoryBucket
 from slackwater.weights import image
+from slackwater.weights.diff import hash_source
 from slackwater.weights.source import INDEX_FILE, FolderSource
 from slackwater.weights.state_dict import StateDictSource
 
@@ -72,6 +74,31 @@ def test_a_wan_chain_restores_to_the_bits_with_fewer_bytes_than_a_fast_one(model
     pack = wan.get(read_manifest(wan, RUN, Version(1)).objects[0].key, max_bytes=1 << 20)
     bodies = listed(wan, 1)
     assert any(contexts_of(memoryview(pack)[body.offset : body.offset + body.length]) > 1 for body in bodies)
+
+
+@pytest.mark.parametrize("room", [None, 0, 5000, 1 << 30])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_delta_has_the_same_bytes_however_much_of_it_may_wait(room: int | None, threads: int) -> None:
+    old, new = layers(), stepped(layers(), 1, 1e-3)
+    held = hash_source(StateDictSource(old), threads=1)
+    made = list[tuple[Encoded, dict[str, bytes]]]()
+    for effort in (Effort(), Effort(room=room, threads=threads)):
+        bodies = dict[str, bytes]()
+        source = StateDictSource({name: tensor.clone() for name, tensor in new.items()})
+        encoder = DeltaEncoder(
+            RUN, source, held, bits_of(StateDictSource(old)), effort=effort, progress=tell_nobody,
+            put=lambda ref, body, bodies=bodies: bodies.update({ref.key: body}),
+        )  # fmt: skip
+        encoder.read()
+        for name in source.specs():
+            source.bits(name)[:] = 0
+        made.append((encoder.finish(), bodies))
+    (whole, objects), (parted, same) = made
+    assert objects == same
+    assert whole.table.digest == parted.table.digest == hash_source(StateDictSource(new), threads=1).digest
+    assert (whole.bodies, whole.tiles.number, whole.tiles.digests) == (
+        parted.bodies, parted.tiles.number, parted.tiles.digests
+    )  # fmt: skip
 
 
 def test_a_chain_may_change_its_level_at_every_version(model: Path) -> None:
@@ -250,7 +277,7 @@ def test_f12_an_anchor_of_another_runs_bytes_is_refused_though_every_object_veri
 # Memory that was written
 
 
-def test_weights_written_while_they_are_encoded_are_refused_before_the_commit(
+def test_weights_written_while_they_are_read_are_refused_before_the_commit(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucket = FaultyBucket(MemoryBucket())
@@ -260,14 +287,14 @@ def test_weights_written_while_they_are_encoded_are_refused_before_the_commit(
     tensors["model.layers.0.weight"][0, 0] = 3.0
     puts, commits = bucket.count("put"), bucket.count("put_if_absent")
 
-    def compare_and_step(old: Bits, new: Bits, limit: int, watch: Watch) -> Changes | None:
-        found = find_changes(old, new, limit, watch)
+    def compare_and_step(tile: Tile, old: Bits, new: Bits) -> Captured | None:
+        found = capture(tile, old, new)
         tensors["model.layers.0.weight"][0, 1] += 1  # the optimizer, between two readings of the same memory
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr("slackwater.checkpoint.codec.find_changes", compare_and_step)
-        with pytest.raises(InvalidInputError, match="was written while it was encoded"):
+        patch.setattr("slackwater.weights.diff.capture", compare_and_step)
+        with pytest.raises(InvalidInputError, match="was written while it was read"):
             publisher.publish(StateDictSource(tensors), step=1)
     assert (bucket.count("put"), bucket.count("put_if_absent")) == (puts, commits)
     assert (find_head(bucket, RUN), publisher.version) == (0, 0)
@@ -286,7 +313,7 @@ def test_a_baseline_that_was_written_is_refused_and_nothing_becomes_visible(mode
     for state in (weights(), trained(weights(), 1)):
         with pytest.raises(CorruptError, match=rf"{name} tile 0 of the baseline .* its memory was written"):
             publisher.publish(StateDictSource(state), step=1)
-    assert (keys(memory), bucket.count("put"), bucket.count("put_if_absent")) == (there, before, 1)
+    assert (keys(memory), bucket.count("put"), bucket.count("put_if_absent")) == (there, before, 2)
     after = trained(weights(), 1)
     assert Publisher.open(bucket, RUN).publish(StateDictSource(after), step=1).version == 1
     assert restored(memory, 1) == all_bits(StateDictSource(after))

@@ -21,6 +21,7 @@ from slackwater.checkpoint.keys import manifest_key
 from slackwater.checkpoint.tensor import Bits, TensorSpec
 from slackwater.errors import CorruptError, InvalidInputError, LostRaceError, SlackwaterError, UnavailableError
 from slackwater.ids import Version
+from slackwater.publish.background import Handle
 from slackwater.publish.exchange import ThreadExchange, thread_exchanges
 from slackwater.publish.exchange_torch import TorchExchange
 from slackwater.publish.lineage import find_head, read_manifest
@@ -29,7 +30,7 @@ from slackwater.publish.published import Published
 from slackwater.publish.publisher import Publisher
 from slackwater.publish.ranks import RankPublisher
 from slackwater.publish.restore import restore
-from slackwater.testing.bucket import Fault, FaultyBucket, MemoryBucket
+from slackwater.testing.bucket import Fault, FaultyBucket, Gate, MemoryBucket
 from slackwater.weights.source import INDEX_FILE, FolderSource
 from slackwater.weights.state_dict import StateDictSource
 
@@ -136,7 +137,7 @@ def test_no_rank_reads_or_sends_what_is_anothers(model: Path) -> None:
     buckets = [FaultyBucket(memory) for _ in range(3)]
     trainer = Trainer(buckets)
     trainer.publish(parted(state, 3), model)
-    assert [bucket.count("put_if_absent") for bucket in buckets] == [1, 0, 0]
+    assert [bucket.count("put_if_absent") for bucket in buckets] == [2, 0, 0]  # the first is proved
     after = stepped(state, 1, 1e-2)
     trainer.publish(parted(after, 3), model, 1)
     assert [bucket.count("put", "/blobs/") for bucket in buckets] == [1, 1, 1]
@@ -287,6 +288,77 @@ def test_parts_of_other_states_are_never_merged(model: Path) -> None:
     for parts in ([first, second], [first, first], [read_manifest(bucket, RUN, Version(0))]):
         with pytest.raises(CorruptError):
             merge_deltas(table, parts)
+
+
+# In the background
+
+
+def started(trainer: Trainer, parts: Sequence[Tensors], model: Path, step: int, **options: bool) -> list[object]:
+    """Every rank's handle, or what it raised."""
+
+    def call(rank: int) -> Callable[[], object]:
+        source = StateDictSource(parts[rank])
+        return lambda: trainer.ranks[rank].publish_async(source, step=step, folder_files=model, **options)
+
+    return list(together([call(rank) for rank in range(len(trainer.ranks))]))
+
+
+def ended(handles: Sequence[object]) -> list[object]:
+    def wait(handle: object) -> Callable[[], object]:
+        assert isinstance(handle, Handle), handle
+        return lambda: handle.result(60)
+
+    return list(together([wait(handle) for handle in handles]))
+
+
+@pytest.mark.parametrize("is_anchor", [True, False])
+def test_ranks_publish_in_the_background_what_they_held_when_they_were_called(model: Path, is_anchor: bool) -> None:
+    memory, state = MemoryBucket(), layers()
+    gate = Gate()
+    buckets = [FaultyBucket(memory) for _ in range(2)]
+    trainer = Trainer(buckets)
+    trainer.publish(parted(state, 2), model)
+    state = stepped(state, 1, 1e-2)
+    expected = all_bits(StateDictSource(state))
+    buckets[1].add(Fault(verb="put", gate=gate))
+    handles = started(trainer, parted(state, 2), model, 1, anchor=is_anchor)
+    assert gate.reached.wait(30)
+    assert not any(isinstance(handle, Handle) and (handle.done() or handle.cancel()) for handle in handles)
+    for tensor in state.values():
+        tensor.zero_()
+    gate.open()
+    assert versions(ended(handles)) == {1}
+    assert restored(memory, 1) == expected
+    after = stepped(layers(), 2, 1e-2)
+    assert versions(trainer.publish(parted(after, 2), model, 2)) == {2}
+    assert restored(memory, 2) == all_bits(StateDictSource(after))
+    for rank in trainer.ranks:
+        rank.close()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_a_rank_fails_of_in_the_background_is_told_by_all_handles(model: Path, rank: int) -> None:
+    memory, state = MemoryBucket(), layers()
+    buckets = [FaultyBucket(memory) for _ in range(2)]
+    trainer = Trainer(buckets)
+    trainer.publish(parted(state, 2), model)
+    after = stepped(state, 1, 1e-2)
+    buckets[rank].add(Fault(verb="put", key="/blobs/", before=AWAY))
+    results = ended(started(trainer, parted(after, 2), model, 1))
+    assert all(isinstance(result, UnavailableError) for result in results), results
+    assert f"rank {rank} failed" in str(results[1 - rank])
+    assert find_head(memory, RUN) == 0
+    assert versions(ended(started(trainer, parted(after, 2), model, 1))) == {1}
+
+
+def test_a_source_that_does_not_fit_is_told_by_all_handles(model: Path) -> None:
+    bucket, state = MemoryBucket(), layers()
+    trainer = Trainer([bucket] * 2)
+    trainer.publish(parted(state, 2), model)
+    parts = parted(state, 2)
+    parts[1]["model.extra"] = torch.zeros(2)
+    results = ended(started(trainer, parts, model, 1))
+    assert all(isinstance(result, InvalidInputError) and "model.extra" in str(result) for result in results)
 
 
 def test_ranks_out_of_range_are_refused() -> None:

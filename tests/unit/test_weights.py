@@ -12,17 +12,18 @@ import torch
 from safetensors.torch import load as load_torch
 from safetensors.torch import save_file
 
-from slackwater.checkpoint.bundles import batches
-from slackwater.checkpoint.codec import Level
+from slackwater.checkpoint.bundles import Batch, batches
+from slackwater.checkpoint.codec import EncodedBody, Level
 from slackwater.checkpoint.digest import tile_digest
 from slackwater.checkpoint.element_sum import element_sum, seed_of
 from slackwater.checkpoint.outline import Outline
 from slackwater.checkpoint.shards import build_index, build_shard, cut_shards, read_slots
 from slackwater.checkpoint.tensor import TILE_BYTES, Bits, TensorSpec, Tile
 from slackwater.errors import CorruptError, InvalidInputError, NotFoundError
-from slackwater.weights.diff import diff, hash_source, table_of
+from slackwater.weights.diff import compare, encode, hash_source, table_of
+from slackwater.weights.glimpse import check_unwritten
 from slackwater.weights.image import take_image
-from slackwater.weights.source import INDEX_FILE, FolderSource, ShardSource, side_files
+from slackwater.weights.source import INDEX_FILE, FolderSource, ShardSource, TensorSource, side_files
 from slackwater.weights.state_dict import StateDictSource
 
 
@@ -268,6 +269,14 @@ class _Held:
         return self.weights[name]
 
 
+def diff(
+    new: TensorSource, outline: Outline, old: Mapping[str, Bits], *, level: Level = "fast", threads: int = 1
+) -> list[tuple[Batch, list[EncodedBody]]]:
+    seen = list(compare(new, outline, old, threads=threads))
+    bodies = encode(seen, outline, old, level=level, threads=threads)
+    return [(item.batch, made) for item, made in zip(seen, bodies, strict=True)]
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("level", ["fast", "wan"])
 def test_a_diff_gives_every_batch_in_order_whatever_the_threads(threads: int, level: Level) -> None:
@@ -275,7 +284,7 @@ def test_a_diff_gives_every_batch_in_order_whatever_the_threads(threads: int, le
     new.weights[LARGE.name][-1] = 9
     new.weights["c"][0] = 0x7FC00001
     outline = Outline(old.specs().values())
-    found = list(diff(new, outline, old.weights, level=level, threads=threads))
+    found = diff(new, outline, old.weights, level=level, threads=threads)
     assert [batch for batch, _ in found] == list(batches(outline, old.specs()))
     made = [tile for _, bodies in found for body in bodies for tile in body.tiles]
     assert [(tile.place.spec.name, tile.place.tile.index, tile.changed) for tile in made] == [
@@ -294,14 +303,43 @@ def test_a_diff_gives_every_batch_in_order_whatever_the_threads(threads: int, le
 def test_a_diff_of_a_part_leaves_the_rest_out() -> None:
     old, new = _Held(*SMALL), _Held(SMALL[1])
     new.weights["c"][0] = 1
-    ((batch, (body,)),) = diff(new, Outline(SMALL), old.weights, level="fast", threads=1)
+    ((batch, (body,)),) = diff(new, Outline(SMALL), old.weights)
     assert batch == ((1,),)
     assert [tile.place.spec.name for tile in body.tiles] == ["c"]
 
 
+def test_what_is_written_after_it_was_compared_is_not_in_the_diff() -> None:
+    old, new = _Held(LARGE, *SMALL), _Held(LARGE, *SMALL)
+    new.weights[LARGE.name][::100] = 9
+    outline = Outline(old.specs().values())
+    seen = list(compare(new, outline, old.weights, threads=2))
+    expected = hash_source(new, threads=1)
+    for bits in new.weights.values():
+        bits[:] += 1
+    made = encode(seen, outline, old.weights, level="fast", threads=2)
+    for tile in (tile for bodies in made for body in bodies for tile in body.tiles):
+        assert tile.post == expected.tiles[outline.number(tile.place.spec.name, tile.place.tile.index)]
+
+
+class _Shown(_Held):
+    def shows(self, name: str) -> bool:
+        return name in self.weights
+
+
+@pytest.mark.parametrize("name", [LARGE.name, "b", "c"])
+def test_a_tensor_that_was_written_while_the_source_was_read_is_named(name: str) -> None:
+    old, new = _Shown(LARGE, *SMALL), _Shown(LARGE, *SMALL)
+    seen = [glimpse for item in compare(new, Outline(old.specs().values()), old.weights, threads=1)
+            for glimpse in item.glimpses]  # fmt: skip
+    check_unwritten(seen, new)
+    new.weights[name][::50] ^= 1  # as an optimizer does: a few of all
+    with pytest.raises(InvalidInputError, match=f"{name} was written"):
+        check_unwritten(seen, new)
+
+
 def test_a_diff_where_nothing_changed_has_no_bodies() -> None:
     old = _Held(*SMALL)
-    assert [bodies for _, bodies in diff(old, Outline(SMALL), old.weights, level="fast", threads=1)] == [[]]
+    assert [bodies for _, bodies in diff(old, Outline(SMALL), old.weights)] == [[]]
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -345,7 +383,7 @@ class _Broken:
 def test_a_failing_source_ends_the_diff_and_the_table_with_its_own_error() -> None:
     baseline = {name: np.zeros(1, np.uint8) for name in "abcdef"}
     with pytest.raises(InvalidInputError, match="c is away"):
-        list(diff(_Broken(), Outline(_Broken().specs().values()), baseline, level="fast", threads=2))
+        diff(_Broken(), Outline(_Broken().specs().values()), baseline, threads=2)
     with pytest.raises(InvalidInputError, match="c is away"):
         hash_source(_Broken(), threads=2)
 

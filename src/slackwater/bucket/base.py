@@ -33,6 +33,20 @@ class Tag:
     version: str | None = None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unfinished:
+    """A write that was begun and neither ended nor called off: no reader sees it, and it takes room."""
+
+    key: str
+    """What it would have become."""
+    upload: str
+    """What tells it from other writes of the key. Opaque."""
+    started_s: float | None = None
+    """When it began, or was last written to where that is known: seconds since the epoch by the clock of
+    ``ObjectInfo.modified_s``, to a second; None where it isn't told.
+    """
+
+
 class Get(Protocol):
     """Read objects."""
 
@@ -102,6 +116,35 @@ class Delete(Protocol):
 
         Raises:
             AuthError: The credentials may not delete.
+        """
+        ...
+
+
+@runtime_checkable
+class Abort(Protocol):
+    """Find and abort what broken writes left: for garbage collection alone. The key's rights may well exclude it.
+
+    Nothing tells what a dead writer left from what a live one is at: only the age does, and that is the caller's to
+    judge. A live writer whose upload is aborted is told so by the store, and makes it anew.
+    """
+
+    def unfinished(self, prefix: str) -> Iterator[Unfinished]:
+        """Unfinished writes of keys that start with ``prefix`` (a whole segment), in no order.
+
+        Raises:
+            UnsupportedError: They can't be listed here; the hint says what else removes them.
+            AuthError: The credentials may not list them.
+        """
+        ...
+
+    def abort(self, upload: Unfinished) -> None:
+        """Abort it and free its room. One that has ended since is no error: the object that it became stays.
+
+        A part that arrives in this very moment may be left; then it is listed again.
+
+        Raises:
+            UnsupportedError: They can't be aborted here.
+            AuthError: The credentials may not abort.
         """
         ...
 

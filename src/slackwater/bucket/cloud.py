@@ -2,17 +2,19 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import obstore
 from obstore import exceptions
 
-from slackwater.bucket.base import ObjectInfo, Tag
+from slackwater.bucket.base import Abort, ObjectInfo, Tag, Unfinished
 from slackwater.bucket.cloud_attempts import Attempts, PassingError
 from slackwater.bucket.cloud_errors import is_missing_bucket, status
 from slackwater.bucket.cloud_store import open_store
 from slackwater.bucket.key import check_key, check_prefix, check_range
 from slackwater.bucket.patience import PATIENT, Patience
+from slackwater.bucket.unfinished import open_uploads
 from slackwater.errors import CorruptError, UnavailableError
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ class CloudBucket:
 
     def __init__(self, url: str, *, patience: Patience = PATIENT) -> None:
         self._url = url.rstrip("/")
+        self._patience = patience
         self._store = open_store(url, patience)
         self._attempts = Attempts(patience)
 
@@ -78,6 +81,15 @@ class CloudBucket:
         """See `slackwater.bucket.base.Delete.delete`."""
         self._call(key, lambda: self._delete(key))
 
+    def unfinished(self, prefix: str) -> Iterator[Unfinished]:
+        """See `slackwater.bucket.base.Abort.unfinished`. On S3 alone, and with botocore."""
+        return self._uploads.unfinished(check_prefix(prefix))
+
+    def abort(self, upload: Unfinished) -> None:
+        """See `slackwater.bucket.base.Abort.abort`."""
+        check_key(upload.key)
+        self._uploads.abort(upload)
+
     def tag(self, key: str) -> Tag:
         """See `slackwater.bucket.base.Swap.tag`."""
         meta = self._call(key, lambda: obstore.head(self._store, key))
@@ -95,6 +107,10 @@ class CloudBucket:
     def abandon(self, key: str) -> None:
         """See `slackwater.bucket.base.Upload.abandon`."""
         self._call(key, lambda: self._abandon(key))
+
+    @cached_property
+    def _uploads(self) -> Abort:
+        return open_uploads(self._url, self._patience)
 
     def _whole(self, key: str, max_bytes: int) -> bytes:
         answer = obstore.get(self._store, key)

@@ -88,6 +88,7 @@ _REPEATED: Final = re.compile(r"after \d+ retries")
 _OUTDATED: Final = re.compile(
     r"ExpiredToken|TokenRefreshRequired|RequestTimeTooSkewed|RequestExpired|AuthenticationFailed|status code: 401\b"
 )
+_OK: Final = 200
 _STATUS: Final = re.compile(r"status code: (\d{3})")
 _DETAIL: Final = re.compile(
     r"<Code>([^<]{1,60})</Code>|status code: (\d{3} [A-Za-z ]{1,40})|(HTTP error: [a-z ]{1,60})"
@@ -114,6 +115,20 @@ def translate(error: Exception, where: str) -> SlackwaterError:
     if isinstance(error, exceptions.NotSupportedError):
         return UnsupportedError(f"the store can't do this: {where}")
     return UnavailableError(f"the store did not answer in time: {where}{_detail(text)}", hint="it is tried again later")
+
+
+def retold(status: int | None, code: str = "") -> exceptions.BaseError:
+    """What another client than obstore was told, in obstore's words: so that every answer is judged alike.
+
+    Args:
+        status: The HTTP status; None where no answer came, 200 where it was none of a store's.
+        code: The store's code.
+    """
+    if status is None:
+        return exceptions.GenericError("error sending request")
+    if status == _OK:
+        return exceptions.GenericError("invalid list response")
+    return exceptions.GenericError(f"status code: {status} <Code>{code[:60]}</Code>")
 
 
 def may_pass(error: Exception) -> bool:

@@ -2,19 +2,20 @@
 
 Each object is a file under its key. A write lands in a hidden file beside its target, is flushed to the disk,
 and takes its name in one step: a crash at any point leaves the old object or the new one, and at most a
-hidden file.
+hidden file, which names its target.
 """
 
 import contextlib
 import errno
 import os
+import re
 import secrets
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from slackwater.bucket.base import ObjectInfo
+from slackwater.bucket.base import ObjectInfo, Unfinished
 from slackwater.bucket.key import check_key, check_prefix, check_range
 from slackwater.errors import (
     AuthError,
@@ -26,6 +27,8 @@ from slackwater.errors import (
     UnsupportedError,
 )
 
+_TOKEN: Final = re.compile(r"[0-9a-f]{16}")
+_HALF: Final = re.compile(rf"\.put-({_TOKEN.pattern})-(.+)")
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _REFUSED: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 _ABSENT: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR})
@@ -96,25 +99,54 @@ class LocalBucket:
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """See `slackwater.bucket.base.List.list`."""
-        return self._walk(check_prefix(prefix))
+        return self._whole(check_prefix(prefix))
 
     def delete(self, key: str) -> None:
         """See `slackwater.bucket.base.Delete.delete`."""
-        path = self._path(key)
+        self._remove(key, self._path(key))
+
+    def unfinished(self, prefix: str) -> Iterator[Unfinished]:
+        """See `slackwater.bucket.base.Abort.unfinished`."""
+        return self._halves(check_prefix(prefix))
+
+    def abort(self, upload: Unfinished) -> None:
+        """See `slackwater.bucket.base.Abort.abort`.
+
+        Raises:
+            InvalidInputError: ``upload`` was made up.
+        """
+        path = self._path(upload.key)
+        if not _TOKEN.fullmatch(upload.upload):
+            raise InvalidInputError(f"{upload.upload[:80]!r} is no unfinished write of {self.url}/{upload.key}")
+        self._remove(upload.key, _half(path, upload.upload))
+
+    def _remove(self, key: str, path: Path) -> None:
         with self._mapped(key):
             self._require_root()
             with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
                 path.unlink()
                 flush_folder(path.parent)
 
-    def _walk(self, prefix: str) -> Iterator[ObjectInfo]:
+    def _whole(self, prefix: str) -> Iterator[ObjectInfo]:
         with self._mapped(prefix):
-            self._require_root()
-            for folder, folders, names in os.walk(self._root / prefix, onerror=_unless_gone):
-                folders[:] = [name for name in folders if not name.startswith(".")]
-                for path in (Path(folder, name) for name in names if not name.startswith(".")):
-                    if info := self._info(path):
-                        yield info
+            for path in self._files(prefix):
+                if not path.name.startswith(".") and (info := self._info(path)):
+                    yield info
+
+    def _halves(self, prefix: str) -> Iterator[Unfinished]:
+        with self._mapped(prefix):
+            for path in self._files(prefix):
+                found = _HALF.fullmatch(path.name)
+                if found and (info := self._info(path)):
+                    key = path.with_name(found[2]).relative_to(self._root).as_posix()
+                    yield Unfinished(key=key, upload=found[1], started_s=info.modified_s)
+
+    def _files(self, prefix: str) -> Iterator[Path]:
+        """Hidden ones too."""
+        self._require_root()
+        for folder, folders, names in os.walk(self._root / prefix, onerror=_unless_gone):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            yield from (Path(folder, name) for name in names)
 
     def _info(self, path: Path) -> ObjectInfo | None:
         try:
@@ -148,7 +180,7 @@ class LocalBucket:
         self._make_folder(path.parent)
         if path.is_dir():
             raise self._clash(path)
-        temp = path.parent / f".put-{secrets.token_hex(8)}"
+        temp = _half(path, secrets.token_hex(8))
         try:
             with temp.open("xb") as file:
                 file.write(body)
@@ -204,6 +236,11 @@ class LocalBucket:
             f"{path.as_uri()} would be a file and a folder at once",
             hint="choose another key, or an object store",
         )
+
+
+def _half(path: Path, token: str) -> Path:
+    """Where a file waits that is to become ``path``."""
+    return path.with_name(f".put-{token}-{path.name}")
 
 
 def _unless_gone(error: OSError) -> None:

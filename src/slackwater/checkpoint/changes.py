@@ -12,7 +12,7 @@ from typing import Any, Final, Self
 import numpy as np
 import numpy.typing as npt
 
-from slackwater.checkpoint.jit import kernel, ones, trailing_zeros
+from slackwater.checkpoint.jit import differing, kernel, ones, trailing_zeros
 from slackwater.checkpoint.tensor import Bits, Words
 
 _BLOCK: Final = 64
@@ -20,7 +20,6 @@ _SAMPLES: Final = 64
 STRETCH: Final = 1 << 19
 """Elements that are compared at a time: two stretches of them fit into a core's own cache."""
 _ONE: Final = np.uint64(1)
-_GATHER_BITS: Final = np.uint64(0x0102040810204080)
 
 Positions = npt.NDArray[np.uint32]
 
@@ -93,7 +92,6 @@ def _joined(parts: list[Changes]) -> Changes:
 class _Room:
     """Scratch for one stretch, used again for the next: what isn't touched costs nothing."""
 
-    flags: npt.NDArray[np.uint8]
     positions: Positions
     old: Words
     new: Words
@@ -102,20 +100,18 @@ class _Room:
     def of(cls, elements: int) -> Self:
         size = elements + _BLOCK
         words = np.empty(size, dtype=np.uint64), np.empty(size, dtype=np.uint64)
-        return cls(np.empty(_BLOCK, dtype=np.uint8), np.empty(size, dtype=np.uint32), *words)
+        return cls(np.empty(size, dtype=np.uint32), *words)
 
     def scan(self, old: Bits, new: Bits, begin: int) -> Changes:
-        words = self.flags.view(np.uint64)
-        fixed = read_only(old), read_only(new)
-        count = _scan(*fixed, self.flags, words, begin, self.positions, self.old, self.new)
+        count = _scan(read_only(old), read_only(new), begin, self.positions, self.old, self.new)
         return Changes(
             positions=self.positions[:count].copy(), old=self.old[:count].copy(), new=self.new[:count].copy()
         )
 
 
 def read_only(bits: Bits) -> Bits:
-    """The same bits as kernels take them: aligned (copied only where they aren't), and of one numpy type."""
-    fixed = bits.view() if bits.flags.aligned else bits.copy()
+    """The same bits as kernels take them: aligned, side by side (copied only where they aren't), of one numpy type."""
+    fixed = bits.view() if bits.flags.aligned and bits.flags.c_contiguous else bits.copy()
     fixed.flags.writeable = False
     return fixed
 
@@ -128,17 +124,12 @@ def gather(bits: Bits, positions: Positions) -> Words:
 
 
 @kernel
-def _scan(
-    old: Bits, new: Bits, flags: npt.NDArray[np.uint8], words: Words, begin: int,
-    positions: Positions, before: Words, after: Words,
-) -> int:  # fmt: skip
+def _scan(old: Bits, new: Bits, begin: int, positions: Positions, before: Words, after: Words) -> int:
     """Find changes. A block of 64 becomes one word of flags, so that the processor seldom guesses wrong.
 
     Args:
         old: The bits before.
         new: The bits after.
-        flags: Room for a block's flags.
-        words: The same room.
         begin: The position of the first element.
         positions: Written; it has room for all elements and a block more.
         before: Written, the old bits there.
@@ -150,11 +141,7 @@ def _scan(
     count = 0
     for block in range(old.size // 64):
         first = block * 64
-        for lane in range(64):
-            flags[lane] = np.uint8(old[first + lane] != new[first + lane])
-        mask = np.uint64(0)
-        for byte in range(8):  # the product gathers the lowest bits of eight bytes in its highest byte
-            mask |= ((words[byte] * _GATHER_BITS) >> np.uint64(56)) << np.uint64(8 * byte)
+        mask = differing(old, new, first)
         found = ones(mask)
         for index in range(2):  # most blocks have no more, and two stores too many cost less than a wrong guess
             place = first + (trailing_zeros(mask) & 63)

@@ -18,6 +18,7 @@ from slackwater.checkpoint.dense import decode_dense, encode_dense
 from slackwater.checkpoint.digest import tile_digest
 from slackwater.checkpoint.element_sum import compare_all, seed_of, sum_change
 from slackwater.checkpoint.manifest import BodyEntry, Encoding, TileEntry
+from slackwater.checkpoint.nans import has_nan
 from slackwater.checkpoint.refusal import refuse_body
 from slackwater.checkpoint.sparse import contexts_of, decode_sparse, encode_sparse
 from slackwater.checkpoint.tensor import Bits, TensorSpec, Tile, TileWrite
@@ -65,6 +66,8 @@ class EncodedTile:
     """`tile_digest` after."""
     sum_change: int
     """What the tile adds to its tensor's element sum, modulo 2**64."""
+    makes_nan: bool
+    """Whether a changed element is NaN now; where most of the tile changes, whether any is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,7 +182,10 @@ def _encoded_tile(tile: _Compared) -> EncodedTile:
         changed, moved = compare_all(seed, tile.place.tile, tile.old, tile.new)
     else:
         changed, moved = tile.changes.count, sum_change(seed, tile.place.tile, tile.changes)
-    return EncodedTile(place=tile.place, changed=changed, pre=tile.pre, post=tile.post, sum_change=moved)
+    makes_nan = has_nan(tile.place.spec.dtype, tile.new if tile.changes is None else tile.changes.new)
+    return EncodedTile(
+        place=tile.place, changed=changed, pre=tile.pre, post=tile.post, sum_change=moved, makes_nan=makes_nan
+    )
 
 
 def decode_body(

@@ -56,6 +56,25 @@ def _ctpop(_context: Any, _word: Any) -> Any:
     return types.uint64(types.uint64), build
 
 
+@intrinsic
+def _differing(_context: Any, old: Any, new: Any, _begin: Any) -> Any:
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        block = ir.VectorType(ir.IntType(old.dtype.bitwidth), 64).as_pointer()
+        loaded: list[Any] = []
+        for kind, array in zip(signature.args[:2], arguments[:2], strict=True):
+            first = builder.gep(context.make_array(kind)(context, builder, array).data, [arguments[2]])
+            loaded.append(builder.load(builder.bitcast(first, block), align=1))
+        return builder.bitcast(builder.icmp_unsigned("!=", *loaded), ir.IntType(64))
+
+    return types.uint64(old, new, types.int64), build
+
+
+@kernel
+def differing(old: Any, new: Any, begin: int) -> Any:
+    """A word with a bit for each of 64 elements from the ``begin``-th on: whether it differs."""
+    return _differing(old, new, begin)  # pyright: ignore[reportCallIssue] : numba's own types
+
+
 @kernel
 def ones(word: Any) -> int:
     """One bits of a 64-bit word."""

@@ -23,6 +23,9 @@ FORMAT: Final = "slackwater/2"
 MAX_MANIFEST_BYTES: Final = 256 * 1024 * 1024
 """Readers hold no larger manifest."""
 
+MAX_NANS: Final = 16
+"""Most tensors with NaN that a manifest names."""
+
 Encoding = Literal["sparse", "dense", "full"]
 """How a body tells new bits: what changed, two bits for each element, or the bits themselves."""
 
@@ -159,6 +162,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Delta."""
     quantizers: tuple[_Short, ...] = ()
     """Names of the quantisers that made these bits of a trainer's, by rising name; for people and their tools."""
+    nans: tuple[_Short, ...] = ()
+    """Tensors in which this version wrote a NaN, by rising name, the first `MAX_NANS`; for people and their tools."""
 
     @cached_property
     def outline(self) -> Outline:
@@ -166,16 +171,17 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return Outline(tensor.spec for tensor in self.tensors)
 
     @property
+    def folder(self) -> dict[str, ObjectRef]:
+        """An anchor's files by name."""
+        return {name: self.objects[index] for name, index in self.files.items()}
+
+    @property
     def side_files(self) -> dict[str, ObjectDigest]:
         """Digests of an anchor's files that hold no tensors but change what a model does: config, tokenizer, template.
 
         One lineage has one set of them: the same weights under another config are another model.
         """
-        return {
-            name: self.objects[index].sha256
-            for name, index in self.files.items()
-            if not name.endswith((".safetensors", ".safetensors.index.json", ".md"))
-        }
+        return {name: ref.sha256 for name, ref in self.folder.items() if is_side_file(name)}
 
     @property
     def num_bytes(self) -> int:
@@ -195,6 +201,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         for place, letter, count in zip(_places(self.bodies), self.bodies.encoding, self.bodies.tiles, strict=True):
             made = tuple(next(tiles) for _ in range(count))
             yield BodyEntry(*place, encoding=ENCODINGS[letter], tiles=made)
+
+
+def is_side_file(name: str) -> bool:
+    """Whether a file of a model folder holds no tensors and changes what the model does."""
+    return not name.endswith((".safetensors", ".safetensors.index.json", ".md"))
 
 
 def _places(bodies: Bodies) -> Iterator[tuple[int, int, int]]:

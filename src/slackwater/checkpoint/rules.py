@@ -6,7 +6,8 @@ from itertools import pairwise
 from typing import Final, NoReturn
 
 from slackwater.checkpoint.columns import from_column
-from slackwater.checkpoint.manifest import ENCODINGS, AnchorTensor, Bodies, Manifest, Tiles, parse_manifest
+from slackwater.checkpoint.keys import blob_key
+from slackwater.checkpoint.manifest import ENCODINGS, MAX_NANS, AnchorTensor, Bodies, Manifest, Tiles, parse_manifest
 from slackwater.checkpoint.tensor import WIDTHS, tile_at, tile_count
 from slackwater.errors import CorruptError, InvalidInputError
 from slackwater.ids import run_id
@@ -33,6 +34,8 @@ def decode_manifest(body: bytes, *, fold: bool = False) -> Manifest:
     manifest = parse_manifest(body)
     _check_lineage(manifest, fold=fold)
     _check_objects(manifest)
+    if len(manifest.nans) > MAX_NANS or any(before >= after for before, after in pairwise(manifest.nans)):
+        _refuse("nans", f"at most {MAX_NANS} names, which rise")
     if manifest.kind == "anchor":
         _check_anchor(manifest)
     else:
@@ -115,6 +118,9 @@ def _check_delta(manifest: Manifest) -> None:
         _refuse("tensors", "a delta has neither")
     if manifest.bodies is None or manifest.tiles is None:
         _refuse("bodies", "a delta has bodies and tiles")
+    for item in manifest.objects:
+        if item.key != blob_key(manifest.run, item.sha256):
+            _refuse("objects", f"{item.key[:80]!r} isn't named by its SHA-256")
     _check_bodies(manifest, manifest.bodies)
     _check_tiles(manifest.tiles, sum(manifest.bodies.tiles))
 

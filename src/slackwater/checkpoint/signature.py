@@ -1,8 +1,8 @@
-"""Ed25519 signatures over manifests: who can write to a bucket still can't make a version that readers take.
+"""Ed25519 signatures over manifests and folds: who can write to a bucket still can't make what readers with keys take.
 
 A manifest names its run, its number, its parent's state and every object by SHA-256, so a signature over its bytes
 covers the whole version. It lies in an object of its own, named by the manifest's SHA-256 and put before the
-manifest: a version that is visible is signed. The object is JSON::
+manifest: a version that is visible is signed. Folds are manifests too. The object is JSON::
 
     {"algorithm": "ed25519", "key": "<64 hex digits>", "signature": "<128 hex digits>"}
 
@@ -13,7 +13,7 @@ ed25519`` writes them.
 
 import hashlib
 from collections.abc import Iterable
-from typing import Annotated, Final, Literal, Protocol, Self
+from typing import Annotated, Final, Literal, Self
 
 import msgspec
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
@@ -33,14 +33,6 @@ class _Signature(msgspec.Struct, frozen=True, kw_only=True):
     algorithm: Literal["ed25519"]
     key: _Hex32
     signature: _Hex64
-
-
-class Signs(Protocol):
-    """Something that signs manifests: a `Signer`, or a key that never leaves its vault."""
-
-    def sign(self, manifest: bytes) -> bytes:
-        """The bytes of the signature object for a manifest's bytes."""
-        ...
 
 
 class Signer:
@@ -79,7 +71,7 @@ class Signer:
         return self._key.public_key().public_bytes_raw().hex()
 
     def sign(self, manifest: bytes) -> bytes:
-        """See `Signs.sign`. The same manifest gives the same bytes."""
+        """The bytes of the signature object for a manifest's bytes. The same manifest gives the same bytes."""
         signature = self._key.sign(_signed(manifest)).hex()
         return msgspec.json.encode(_Signature(algorithm="ed25519", key=self.public_key, signature=signature))
 

@@ -94,7 +94,7 @@ class Tile:
         """The tile out of its tensor's flat bits: a view, or a copy where it has several rows."""
         if self.rows == 1:
             return bits[self.start : self.start + self.cols]
-        return self._rectangle(bits).reshape(-1)
+        return self._rectangle(bits).flatten()
 
     def put(self, bits: Bits, values: Bits) -> None:
         """Write the whole tile into its tensor's flat bits."""

@@ -5,6 +5,7 @@ from typing import Final
 
 import numpy as np
 
+from slackwater.checkpoint.capture import capture
 from slackwater.checkpoint.codec import Place, apply_body, decode_body, encode_body
 from slackwater.checkpoint.element_sum import element_sum
 from slackwater.checkpoint.manifest import BodyEntry, TileEntry
@@ -35,6 +36,9 @@ def _round_trip(dtype: str, *, every: int) -> None:
     new[::every] += 1
     new[:: 16 * every] += 2
     element_sum(0, place.tile, old)
+    captured = capture(place.tile, old, new)
+    if captured is not None:
+        captured.onto(old)
     for level in ("fast", "wan"):
         encoded = encode_body([place], [old], [new], level)
         if encoded is None:

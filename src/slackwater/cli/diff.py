@@ -39,6 +39,8 @@ class DiffSettings:
     threads: int
     partial: bool = False
     """Tensors that the second state lacks stay as they are."""
+    sign_with: Path | None = None
+    """File of the private key that signs a fold in a bucket; delta folders aren't signed."""
 
 
 def diff_states(old: str, new: str, settings: DiffSettings, shelf: Shelf, work: Attended) -> Summary:
@@ -85,6 +87,7 @@ def make_delta(before: FolderSource, after: FolderSource, settings: DiffSettings
         objects=encoded.objects,
         bodies=encoded.bodies,
         tiles=encoded.tiles,
+        nans=encoded.nans,
     )
     decode_manifest(encode_manifest(manifest))  # what readers will do
     if folder is not None and settings.out is not None:

@@ -13,6 +13,7 @@ from slackwater.cli.attended import Attended
 from slackwater.cli.diff import DiffSettings, make_delta
 from slackwater.cli.snapshot import FoldName, Shelf, VersionName
 from slackwater.cli.summary import Kind, Summary, summarize
+from slackwater.cli.trust import signer_of
 from slackwater.errors import CorruptError, WrongBaseError
 from slackwater.publish.fold import fold
 from slackwater.weights.diff import hash_source
@@ -25,15 +26,16 @@ def fold_in_bucket(name: FoldName, settings: DiffSettings, shelf: Shelf, work: A
     """Make a fold in the bucket, beside the run's versions; where it is there already, nothing is done.
 
     Raises:
-        InvalidInputError: It doesn't lead forwards.
+        InvalidInputError: It doesn't lead forwards, or the key file is wrong.
         NotFoundError: A version isn't there.
-        CorruptError: The run is damaged.
+        CorruptError: The run is damaged, or no trusted key signed it, or the fold that is there.
     """
     for version in (name.start, name.end):
         shelf.manifest(VersionName(run=name.run, version=version))  # tells why it isn't there
     folded = fold(
         shelf.bucket, name.run, name.start, name.end,
         scratch=work.scratch.folder(), level=settings.level, threads=settings.threads, progress=work.tell,
+        signer=signer_of(settings.sign_with),
     )  # fmt: skip
     outline = shelf.outline(name.run, name.end)
     summary = _summary(str(name), "fold", folded.manifest, outline)

@@ -9,9 +9,10 @@ from starlette.applications import Starlette
 
 from slackwater.api.auth import Keys
 from slackwater.api.tokens import ChatTokenizer
-from slackwater.bucket.open import open_bucket, probe
+from slackwater.bucket.open import probe
 from slackwater.cli.ending import Ending
 from slackwater.cli.serve import Server, bind
+from slackwater.cli.trust import open_trusted
 from slackwater.clock import SystemClock
 from slackwater.config.process import GatewaySettings
 from slackwater.hotload.app import hotload_routes
@@ -28,11 +29,11 @@ async def run_gateway(settings: GatewaySettings, keys: Keys, ending: Ending) -> 
 
     Raises:
         UnavailableError: The port is in use.
-        InvalidInputError: No replica is named, or one twice.
+        InvalidInputError: No replica is named, or one twice; or a key file is wrong.
         NotFoundError: No such bucket or tokenizer.
     """
     taken = bind(settings.host, settings.port)
-    bucket = open_bucket(settings.bucket)
+    bucket = open_trusted(settings.bucket, settings.trust)
     await asyncio.to_thread(probe, bucket)
     tokenizer = await asyncio.to_thread(ChatTokenizer, settings.tokenizer)
     async with ClientSession() as session:

@@ -1,4 +1,4 @@
-"""``slackwater gc``: what of a run may be deleted, and with ``--delete`` its deletion."""
+"""``slackwater gc``: what of a run may be deleted or aborted, and with ``--delete`` its end."""
 
 import re
 from collections import Counter
@@ -6,15 +6,18 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Final
 
-from slackwater.bucket.base import Delete
+from rich.console import Console
+
+from slackwater.bucket.base import Delete, Unfinished
 from slackwater.bucket.open import open_bucket
 from slackwater.cli.attended import Attended
-from slackwater.cli.text import console, size_text, write_json
+from slackwater.cli.history import spell_age
+from slackwater.cli.text import console, counted, plain, size_text, write_json
 from slackwater.clock import Clock, SystemClock
 from slackwater.errors import InvalidInputError, UnsupportedError
 from slackwater.ids import RunId, Version
 from slackwater.publish.gc import Collected, collect, point_at_head, survey
-from slackwater.publish.retention import GcPlan, Policy, plan_gc
+from slackwater.publish.retention import Contents, GcPlan, Policy, plan_gc
 
 LEAST_AGE_S: Final = 3600.0
 """No smaller minimum age is taken: objects of a version lie there before its manifest does."""
@@ -31,6 +34,10 @@ class Garbage:
 
     run: RunId
     plan: GcPlan
+    now_s: float
+    """Seconds since the epoch, by the clock of the plan's ages."""
+    blind: str | None
+    """Why unfinished uploads weren't looked for; None: they were."""
     collected: Collected | None
     """None: nothing was deleted, nor was it to be."""
 
@@ -76,14 +83,18 @@ def collect_garbage(
     """
     bucket = open_bucket(url)
     if not delete:
-        now_s = (clock or SystemClock()).wall()
-        plan = plan_gc(survey(bucket, run, now_s=now_s, progress=work.tell), policy)
-        return Garbage(run=run, plan=plan, collected=None)
+        contents = survey(bucket, run, now_s=(clock or SystemClock()).wall(), progress=work.tell)
+        return _garbage(contents, plan_gc(contents, policy), None)
     if not isinstance(bucket, Delete):
         raise UnsupportedError(f"{bucket.url} can't delete objects")
     point_at_head(bucket, run)
-    plan = plan_gc(survey(bucket, run, now_s=None, progress=work.tell), policy)
-    return Garbage(run=run, plan=plan, collected=collect(bucket, run, plan, threads=_THREADS, progress=work.tell))
+    contents = survey(bucket, run, now_s=None, progress=work.tell)
+    plan = plan_gc(contents, policy)
+    return _garbage(contents, plan, collect(bucket, run, plan, threads=_THREADS, progress=work.tell))
+
+
+def _garbage(contents: Contents, plan: GcPlan, collected: Collected | None) -> Garbage:
+    return Garbage(run=contents.run, plan=plan, now_s=contents.now_s, blind=contents.blind, collected=collected)
 
 
 def show_garbage(garbage: Garbage, *, as_json: bool) -> None:
@@ -96,6 +107,9 @@ def show_garbage(garbage: Garbage, *, as_json: bool) -> None:
             "versions": [{"version": version, "reason": reason} for version, reason in plan.versions.items()],
             "delete": [asdict(item) for item in plan.delete],
             "keep": [asdict(item) for item in plan.keep],
+            "abort": [asdict(upload) for upload in plan.abort],
+            "underway": [asdict(upload) for upload in plan.underway],
+            "blind": garbage.blind,
             "collected": None if collected is None else asdict(collected),
         }
         write_json(value)
@@ -105,6 +119,7 @@ def show_garbage(garbage: Garbage, *, as_json: bool) -> None:
         out.print(f"{item.why:<9} {item.key}  {size_text(item.size)}", soft_wrap=True)
     if len(plan.delete) > _SHOWN:
         out.print(f"… and {len(plan.delete) - _SHOWN:,} more: --json lists all")
+    _show_unfinished(out, garbage)
     kept = sum(item.size for item in plan.keep)
     reasons = Counter(plan.versions.values())
     out.print(
@@ -112,16 +127,41 @@ def show_garbage(garbage: Garbage, *, as_json: bool) -> None:
         + ", ".join(f"{number} {reason}" for reason, number in reasons.items()),
         soft_wrap=True,
     )
-    counts = Counter(item.why for item in plan.delete)
-    what = ", ".join(f"{number:,} {why}s" if number > 1 else f"1 {why}" for why, number in counts.items()) or "nothing"
     if collected is None:
-        out.print(f"would go  {what}, {size_text(plan.num_bytes)}", soft_wrap=True)
-        if plan.delete:
+        out.print(f"would go  {_sum(plan, plan.num_bytes)}", soft_wrap=True)
+        if plan.delete or plan.abort:
             out.print("nothing was deleted: --delete does it")
         return
-    out.print(f"gone      {what}, {size_text(collected.num_bytes)}", soft_wrap=True)
+    out.print(f"gone      {_sum(plan, collected.num_bytes)}", soft_wrap=True)
     for key in collected.spared:
         out.print(f"spared    {key}: a version published meanwhile needs it", soft_wrap=True)
+
+
+def _show_unfinished(out: Console, garbage: Garbage) -> None:
+    plan = garbage.plan
+    for upload in plan.abort[:_SHOWN]:
+        out.print(f"unfinished upload {upload.key} {_started(upload, garbage.now_s)}", soft_wrap=True)
+    for upload in plan.underway[:_SHOWN]:
+        out.print(f"unfinished upload {upload.key} {_started(upload, garbage.now_s)}: stays", soft_wrap=True)
+    hidden = sum(max(0, len(uploads) - _SHOWN) for uploads in (plan.abort, plan.underway))
+    if hidden:
+        out.print(f"… and {counted(hidden, 'more unfinished upload')}: --json lists all")
+    if garbage.blind is not None:
+        out.print(f"not looked for: {plain(garbage.blind)}", soft_wrap=True)
+
+
+def _started(upload: Unfinished, now_s: float) -> str:
+    if upload.started_s is None:
+        return "started who knows when"
+    return f"started {spell_age(max(0.0, now_s - upload.started_s))} ago"
+
+
+def _sum(plan: GcPlan, num_bytes: int) -> str:
+    """How large uploads are is told by no listing."""
+    kinds = Counter(item.why for item in plan.delete)
+    objects = [*(counted(number, what) for what, number in kinds.items()), size_text(num_bytes)] if kinds else []
+    uploads = [counted(len(plan.abort), "unfinished upload")] if plan.abort else []
+    return ", ".join([*objects, *uploads]) or f"nothing, {size_text(0)}"
 
 
 def _ranges(versions: list[Version]) -> str:

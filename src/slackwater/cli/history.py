@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime
 from itertools import pairwise
+from pathlib import Path
 
 from rich.table import Table
 
-from slackwater.bucket.open import open_bucket
 from slackwater.cli.text import console, size_text, write_json
+from slackwater.cli.trust import open_trusted
 from slackwater.clock import Clock, SystemClock
 from slackwater.ids import RunId
 from slackwater.publish.history import Entry, read_history
@@ -17,7 +18,15 @@ _UNITS = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
 _COLUMNS = ("version", "kind", "parent", "bytes", "changed", "density", "bodies", "step", "age", "state")
 
 
-def show_history(url: str, run: RunId, *, limit: int | None, as_json: bool, clock: Clock | None = None) -> None:
+def show_history(
+    url: str,
+    run: RunId,
+    *,
+    limit: int | None,
+    as_json: bool,
+    trust: Sequence[Path] = (),
+    clock: Clock | None = None,
+) -> None:
     """Print what is committed of a run.
 
     Args:
@@ -25,12 +34,13 @@ def show_history(url: str, run: RunId, *, limit: int | None, as_json: bool, cloc
         run: The run.
         limit: Versions to show, counted from the newest; None shows all.
         as_json: Print one JSON object on one line instead of a table.
+        trust: Files of the public keys whose versions are taken, others are ``damaged``; none takes all.
         clock: Tells how old versions are.
 
     Raises:
         NotFoundError: The run has no versions.
     """
-    entries = read_history(open_bucket(url), run, limit=limit)
+    entries = read_history(open_trusted(url, trust), run, limit=limit)
     now_s = (clock or SystemClock()).wall()
     if as_json:
         versions = [{**asdict(entry), "age_s": age_of(entry, now_s)} for entry in entries]

@@ -4,13 +4,29 @@ import asyncio
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated, Final, Literal, get_args
+from typing import Annotated, Final, get_args
 
 import typer
 
 from slackwater.cli.doctor import doctor
 from slackwater.cli.ending import Ending
 from slackwater.cli.keys import keys_from
+from slackwater.cli.options import (
+    AsJson,
+    BucketUrl,
+    Host,
+    LevelName,
+    Old,
+    OptionalBucket,
+    Port,
+    RunName,
+    SignWith,
+    Snapshot,
+    Supervised,
+    Threads,
+    Top,
+    Trust,
+)
 from slackwater.cli.text import plain
 from slackwater.cli.typed import one_of, tell_version
 from slackwater.config.process import GatewaySettings, ReplicaSettings, parse_replicas
@@ -28,32 +44,7 @@ app = typer.Typer(
 )
 
 _TERMINATED: Final = 128 + signal.SIGTERM
-
-BucketUrl = Annotated[str, typer.Option("--bucket", help="s3://bucket/prefix, gs://…, az://…, or a directory.")]
-RunName = Annotated[str, typer.Option("--run", help="Name of the lineage: one training run.")]
-Host = Annotated[str, typer.Option(help="Address to listen on.")]
-Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")]
-OptionalBucket = Annotated[
-    str | None, typer.Option("--bucket", help="Bucket in which run/12 is a version and run/3..7 a fold.")
-]
-Threads = Annotated[int, typer.Option(min=1, max=256, help="Tiles worked on at once.")]
-LevelName = Annotated[
-    Literal["fast", "wan"],
-    typer.Option(
-        "--level",
-        parser=one_of("fast", "wan"),
-        metavar="fast|wan",
-        help="wan: more time, and fewer bytes on trained weights; on random ones it saves none.",
-    ),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")]
-Top = Annotated[int, typer.Option(min=0, help="Tensors to list; --json lists all.")]
-Old = Annotated[str, typer.Argument(metavar="OLD", help="The state before: a model folder, or run/12 with --bucket.")]
-Snapshot = Annotated[
-    str,
-    typer.Argument(metavar="SNAPSHOT", help="A model or delta folder, or run/12 or run/3..7 with --bucket."),
-]
-Supervised = Annotated[bool, typer.Option("--supervised", help="End when standard input ends.", hidden=True)]
+_FOLD_EVERY: Final = "Also make folds for late joiners, where this many versions after the anchor are complete."
 
 app.command()(doctor)
 
@@ -77,22 +68,29 @@ def publish(
     partial: Annotated[bool, typer.Option("--partial", help="Tensors that FOLDER lacks stay as they are.")] = False,
     level: LevelName = "fast",
     threads: Annotated[int, typer.Option(min=1, max=256, help="Threads that encode and upload.")] = 2,
+    fold_every: Annotated[int | None, typer.Option("--fold-every", min=1, help=_FOLD_EVERY)] = None,
+    sign_with: SignWith = None,
+    trust: Trust = None,
     as_json: AsJson = False,
 ) -> None:
     """Publish a folder as the run's next version: an anchor first, then deltas."""
-    Ending.watch()
+    ending = Ending.watch(grace_s=0)
     log.configure("publish")
+    from slackwater.cli.attended import attended
     from slackwater.cli.progress import Bars
-    from slackwater.cli.publish import missing_directory, publish_folder
+    from slackwater.cli.publish import PublishSettings, fold_after, missing_directory, publish_folder
     from slackwater.cli.show import show_published
 
+    settings = PublishSettings(level=level, threads=threads, sign_with=sign_with, trust=trust or ())
     missing = missing_directory(bucket)
     with Bars() as bars:
         published = publish_folder(
-            folder, bucket, run_id(run),
-            step=step, anchor=anchor, partial=partial, level=level, threads=threads, progress=bars.tell,
-        )  # fmt: skip
+            folder, bucket, run_id(run), settings, step=step, anchor=anchor, partial=partial, progress=bars.tell
+        )
     show_published(published, missing, as_json=as_json)
+    if fold_every is not None:
+        with attended(ending) as work:
+            fold_after(published, bucket, settings, fold_every, work, is_told=not as_json)
 
 
 @app.command(epilog="Example: slackwater diff ./old ./new --out ./delta")
@@ -100,6 +98,7 @@ def diff(
     old: Old,
     new: Annotated[str, typer.Argument(metavar="NEW", help="The state after, named likewise.")],
     bucket: OptionalBucket = None,
+    trust: Trust = None,
     out: Annotated[Path | None, typer.Option(help="Delta folder to make.")] = None,
     level: LevelName = "fast",
     partial: Annotated[bool, typer.Option("--partial", help="Tensors that NEW lacks stay as they are.")] = False,
@@ -117,7 +116,7 @@ def diff(
 
     settings = DiffSettings(out=out, level=level, threads=threads, partial=partial)
     with attended(ending) as work:
-        summary = diff_states(old, new, settings, Shelf(bucket, work, threads), work)
+        summary = diff_states(old, new, settings, Shelf(bucket, work, threads, trust or ()), work)
     show_summary(summary, top, as_json=as_json)
 
 
@@ -128,6 +127,7 @@ def apply(
         str, typer.Argument(metavar="DELTA", help="A delta folder, or run/13 or run/12..20 with --bucket.")
     ],
     bucket: OptionalBucket = None,
+    trust: Trust = None,
     out: Annotated[Path | None, typer.Option(help="Model folder to make.")] = None,
     in_place: Annotated[bool, typer.Option("--in-place", help="Change OLD itself, which is a folder.")] = False,
     threads: Threads = 2,
@@ -143,7 +143,7 @@ def apply(
     from slackwater.cli.tables import show_applied
 
     with attended(ending) as work:
-        shelf = Shelf(bucket, work, threads)
+        shelf = Shelf(bucket, work, threads, trust or ())
         if out is not None:
             shelf.check_base(old, delta, may_be_after=True)
         if out is None:
@@ -160,9 +160,11 @@ def fold(
         typer.Argument(metavar="DELTA...", help="Deltas in a row, the oldest first; or run/3..7 with --bucket."),
     ],
     bucket: OptionalBucket = None,
+    trust: Trust = None,
     base: Annotated[str | None, typer.Option(help="The state that the first delta was made on.")] = None,
     out: Annotated[Path | None, typer.Option(help="Delta folder to make.")] = None,
     level: LevelName = "fast",
+    sign_with: SignWith = None,
     threads: Threads = 2,
     top: Top = 10,
     as_json: AsJson = False,
@@ -176,16 +178,18 @@ def fold(
     from slackwater.cli.snapshot import FoldName, Shelf
     from slackwater.cli.tables import show_summary
 
-    settings = DiffSettings(out=out, level=level, threads=threads)
+    settings = DiffSettings(out=out, level=level, threads=threads, sign_with=sign_with)
     with attended(ending) as work:
-        shelf = Shelf(bucket, work, threads)
+        shelf = Shelf(bucket, work, threads, trust or ())
         first = shelf.name(names[0])
         if isinstance(first, FoldName) and len(names) == 1 and base is None and out is None:
             summary = fold_in_bucket(first, settings, shelf, work)
-        elif base is not None and out is not None:
+        elif base is not None and out is not None and sign_with is None:
             summary = fold_folders(names, base, settings, shelf, work)
         else:
-            raise typer.BadParameter("name deltas with --base and --out, or one run/3..7 with --bucket")
+            raise typer.BadParameter(
+                "name deltas with --base and --out, or one run/3..7 with --bucket, which can be signed"
+            )
     show_summary(summary, top, as_json=as_json)
 
 
@@ -193,6 +197,7 @@ def fold(
 def inspect_(
     snapshot: Snapshot,
     bucket: OptionalBucket = None,
+    trust: Trust = None,
     base: Annotated[
         str | None, typer.Option(help="The state before a delta: also tells how far elements move.")
     ] = None,
@@ -209,7 +214,7 @@ def inspect_(
     from slackwater.cli.tables import show_summary
 
     with attended(ending) as work:
-        summary = inspect_snapshot(snapshot, base, threads, Shelf(bucket, work, threads), work)
+        summary = inspect_snapshot(snapshot, base, threads, Shelf(bucket, work, threads, trust or ()), work)
     show_summary(summary, top, as_json=as_json)
 
 
@@ -217,6 +222,7 @@ def inspect_(
 def verify(
     snapshot: Snapshot,
     bucket: OptionalBucket = None,
+    trust: Trust = None,
     depth: Annotated[
         Depth,
         typer.Option(parser=one_of(*get_args(Depth)), metavar="|".join(get_args(Depth)), help="How much is read."),
@@ -236,7 +242,8 @@ def verify(
     from slackwater.cli.verify import status_of, verify_snapshot
 
     with attended(ending) as work:
-        report = verify_snapshot(snapshot, base, depth, threads=threads, shelf=Shelf(bucket, work, threads), work=work)
+        shelf = Shelf(bucket, work, threads, trust or ())
+        report = verify_snapshot(snapshot, base, depth, threads=threads, shelf=shelf, work=work)
     show_report(snapshot, report, as_json=as_json)
     raise typer.Exit(status_of(report))
 
@@ -246,6 +253,7 @@ def history(
     bucket: BucketUrl,
     run: RunName,
     limit: Annotated[int | None, typer.Option(min=1, help="Versions to show, counted from the newest.")] = None,
+    trust: Trust = None,
     as_json: AsJson = False,
 ) -> None:
     """List a run's versions, the newest last: kind, bytes, density, encodings, step, age. Reads manifests alone."""
@@ -253,7 +261,7 @@ def history(
     log.configure("log")
     from slackwater.cli.history import show_history
 
-    show_history(bucket, run_id(run), limit=limit, as_json=as_json)
+    show_history(bucket, run_id(run), limit=limit, as_json=as_json, trust=trust or ())
 
 
 @app.command(epilog="Example: slackwater pull my-run/12 ./model --bucket s3://bucket/prefix")
@@ -261,6 +269,7 @@ def pull(
     version: Annotated[str, typer.Argument(help="A version: run/12.")],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to make; it must not be there.")],
     bucket: BucketUrl,
+    trust: Trust = None,
     threads: Threads = 2,
 ) -> None:
     """Make a version an ordinary Hugging Face folder: whole and verified, or none."""
@@ -270,7 +279,7 @@ def pull(
     from slackwater.cli.pull import pull_version, show_pulled
 
     with attended(ending) as work:
-        pulled = pull_version(version, folder, bucket, threads=threads, work=work)
+        pulled = pull_version(version, folder, bucket, threads=threads, work=work, trust=trust or ())
     show_pulled(pulled)
 
 
@@ -307,6 +316,8 @@ def rollback(
     to: Annotated[int, typer.Option("--to", min=0, help="The version to go back to.")],
     anchor: Annotated[bool, typer.Option("--anchor", help="Publish an anchor: also where the head is broken.")] = False,
     level: LevelName = "fast",
+    sign_with: SignWith = None,
+    trust: Trust = None,
     threads: Threads = 2,
     as_json: AsJson = False,
 ) -> None:
@@ -314,11 +325,13 @@ def rollback(
     ending = Ending.watch(grace_s=0)
     log.configure("rollback")
     from slackwater.cli.attended import attended
+    from slackwater.cli.publish import PublishSettings
     from slackwater.cli.rollback import roll_back
     from slackwater.cli.show import show_published
 
+    settings = PublishSettings(level=level, threads=threads, sign_with=sign_with, trust=trust or ())
     with attended(ending) as work:
-        published = roll_back(bucket, run_id(run), Version(to), anchor=anchor, level=level, threads=threads, work=work)
+        published = roll_back(bucket, run_id(run), Version(to), settings, anchor=anchor, work=work)
     show_published(published, None, as_json=as_json)
 
 
@@ -334,6 +347,7 @@ def replica(
     threads: Annotated[int, typer.Option(min=1, max=256, help="torch threads of the engine.")] = 1,
     window: Annotated[int, typer.Option(min=32, help="Context window in tokens.")] = 1024,
     model: Annotated[str, typer.Option(help="Name under which the gateway asks.")] = "policy",
+    trust: Trust = None,
     supervised: Supervised = False,
 ) -> None:
     """Serve one replica that follows the run's head. Keys come from the environment."""
@@ -341,7 +355,7 @@ def replica(
     log.configure(name)
     settings = ReplicaSettings(
         bucket=bucket, run=run_id(run), replica=ReplicaId(run_id(name)), host=host, port=port, cache=cache,
-        slots=slots, threads=threads, window=window, model=model,
+        slots=slots, threads=threads, window=window, model=model, trust=trust or (),
     )  # fmt: skip
     keys = keys_from()
     from slackwater.cli.replica import run_replica
@@ -360,6 +374,7 @@ def gateway(
     model: Annotated[str, typer.Option(help="Name under which the fleet serves.")] = "policy",
     host: Host = "127.0.0.1",
     port: Port = 8000,
+    trust: Trust = None,
     supervised: Supervised = False,
 ) -> None:
     """Serve the OpenAI-compatible API over replicas, hot-load routes included. Keys come from the environment."""
@@ -373,6 +388,7 @@ def gateway(
         model=model,
         host=host,
         port=port,
+        trust=trust or (),
     )
     keys = keys_from()
     from slackwater.cli.gateway import run_gateway
@@ -414,6 +430,7 @@ def replay(
     threads: Annotated[int, typer.Option(min=1, help="As the replicas had.")] = 1,
     window: Annotated[int, typer.Option(min=32, help="As the replicas had.")] = 1024,
     cache: Annotated[Path | None, typer.Option(help="Where verified bytes are kept.")] = None,
+    trust: Trust = None,
     supervised: Supervised = False,
 ) -> None:
     """Re-score a run's rollouts under the policy versions that they claim, and once more with shifted labels."""
@@ -431,6 +448,7 @@ def replay(
             threads=threads,
             window=window,
             cache=cache,
+            trust=trust or (),
         )
     )
 

@@ -1,5 +1,8 @@
 """``slackwater publish``: a model folder becomes the next version of a run."""
 
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urlsplit
@@ -9,29 +12,51 @@ from slackwater.bucket.local import LocalBucket
 from slackwater.bucket.open import open_bucket
 from slackwater.checkpoint.codec import Level
 from slackwater.checkpoint.outline import Outline
-from slackwater.errors import CorruptError, InvalidInputError, NotFoundError
-from slackwater.ids import RunId, Version, run_id
+from slackwater.cli.attended import Attended
+from slackwater.cli.text import console, size_text
+from slackwater.cli.trust import open_trusted, signer_of
+from slackwater.errors import CorruptError, InvalidInputError, NotFoundError, SlackwaterError
+from slackwater.ids import RunId, Version, run_id, snapshot_name
 from slackwater.publish.delta import Progress
+from slackwater.publish.fold import Folded
+from slackwater.publish.folding import Folding
 from slackwater.publish.lineage import find_head, read_manifest
 from slackwater.publish.path import read_path
 from slackwater.publish.published import Published
 from slackwater.publish.publisher import Publisher
 from slackwater.weights.source import FolderSource
 
+_LOG: Final = logging.getLogger(__name__)
 _NAMED: Final = 5
 """Tensors that a refusal names."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PublishSettings:
+    """How versions and folds are made."""
+
+    level: Level = "fast"
+    """How much time to spend for how many bytes."""
+    threads: int = 2
+    """Threads that encode and upload."""
+    sign_with: Path | None = None
+    """File of the private key that signs what is committed."""
+    trust: Sequence[Path] = ()
+    """Files of the public keys whose versions are gone on from; none takes all."""
+
+
+_USUAL: Final = PublishSettings()
 
 
 def publish_folder(
     folder: Path,
     bucket_url: str,
     run: str,
+    settings: PublishSettings = _USUAL,
     *,
     step: int,
     anchor: bool = False,
     partial: bool = False,
-    level: Level = "fast",
-    threads: int = 2,
     progress: Progress | None = None,
 ) -> Published:
     """Publish a Hugging Face folder: an anchor where the run is new or ``anchor`` is set, else a delta.
@@ -40,24 +65,65 @@ def publish_folder(
         folder: safetensors in the serving dtype, with config and tokenizer.
         bucket_url: As `open_bucket` takes it; a local folder is made where it is missing.
         run: The run's name.
+        settings: How.
         step: The trainer's step, for people.
         anchor: Publish everything again.
         partial: In a delta, tensors that the folder lacks stay as they are; else they are refused.
-        level: How much time to spend for how many bytes.
-        threads: Threads that encode and upload.
         progress: Told how far it is.
 
     Raises:
-        InvalidInputError: The folder, the URL or the run's name is wrong, or the folder doesn't fit the run.
+        InvalidInputError: The folder, the URL, a key file or the run's name is wrong, or it doesn't fit the run.
         LostRaceError: Another publisher was faster.
+        CorruptError: The run is damaged, or no trusted key signed it.
     """
-    source = FolderSource(folder)
+    source, signer = FolderSource(folder), signer_of(settings.sign_with)
     name = run_id(run)
-    bucket = open_bucket(bucket_url, create=True)
-    publisher = Publisher(bucket, name, level=level, threads=threads, progress=progress)
+    bucket = open_trusted(bucket_url, settings.trust, create=True)
+    publisher = Publisher(
+        bucket, name, level=settings.level, threads=settings.threads, signer=signer, progress=progress
+    )  # fmt: skip
     if not partial and not anchor:  # an anchor that lacks some is refused anyway
         _check_whole(bucket, name, source)
     return publisher.publish(source, step=step, anchor=anchor)
+
+
+def fold_after(
+    published: Published, bucket_url: str, settings: PublishSettings, every: int, work: Attended, *, is_told: bool
+) -> list[Folded]:
+    """Make the folds that are due after a version, and print a line about each. One that fails is logged and left out.
+
+    Args:
+        published: The version, committed just now.
+        bucket_url: Where the run lies.
+        settings: How.
+        every: See `slackwater.publish.folding.due_folds`.
+        work: The command's folders and bars.
+        is_told: Whether lines are printed.
+    """
+    bucket, run, version = open_trusted(bucket_url, settings.trust), published.run, published.version
+    try:
+        anchor = read_path(bucket, run, version)[0].version
+    except SlackwaterError as error:
+        _LOG.warning("no fold is made after %s: %s", snapshot_name(run, version), error)
+        return []
+    made: list[Folded] = []
+    with Folding(
+        bucket, run,
+        every=every, level=settings.level, threads=settings.threads, signer=signer_of(settings.sign_with),
+        scratch=work.scratch.folder(), progress=work.tell, made=made.append,
+    ) as folding:  # fmt: skip
+        folding.committed(version, anchor)
+        folding.wait()
+    for folded in made if is_told else ():
+        _show(folded)
+    return made
+
+
+def _show(folded: Folded) -> None:
+    manifest = folded.manifest
+    if folded.is_new and manifest.parent is not None:
+        name = f"{manifest.run}/{manifest.parent.version}..{manifest.version}"
+        console().print(f"made the fold {name}: {size_text(manifest.num_bytes)}", soft_wrap=True)
 
 
 def missing_directory(bucket_url: str) -> Path | None:

@@ -1,11 +1,12 @@
 """``slackwater pull``: any version of a run as an ordinary Hugging Face folder, proved before it appears."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slackwater.bucket.open import open_bucket
 from slackwater.cli.attended import Attended
 from slackwater.cli.text import console, size_text
+from slackwater.cli.trust import open_trusted
 from slackwater.ids import StateDigest, parse_snapshot
 from slackwater.publish.rebuild import rebuild
 
@@ -21,7 +22,7 @@ class Pulled:
     """Bytes of all tensors."""
 
 
-def pull_version(name: str, out: Path, url: str, *, threads: int, work: Attended) -> Pulled:
+def pull_version(name: str, out: Path, url: str, *, threads: int, work: Attended, trust: Sequence[Path] = ()) -> Pulled:
     """Make a folder of a version. It appears whole and verified, or not at all.
 
     Args:
@@ -30,14 +31,15 @@ def pull_version(name: str, out: Path, url: str, *, threads: int, work: Attended
         url: The bucket's.
         threads: Bodies decoded at once.
         work: The command's folders and bars.
+        trust: Files of the public keys whose versions are taken; none takes all.
 
     Raises:
-        InvalidInputError: ``name`` is no version's, or ``out`` is there already.
+        InvalidInputError: ``name`` is no version's, ``out`` is there already, or a key file is wrong.
         NotFoundError: The version isn't committed, or an object of it is missing.
-        CorruptError: Something of it is damaged.
+        CorruptError: Something of it is damaged, or no trusted key signed it.
     """
     run, version = parse_snapshot(name)
-    bucket = open_bucket(url)
+    bucket = open_trusted(url, trust)
     folder = work.scratch.beside(out)
     table = rebuild(bucket, run, version, folder, threads=threads, progress=work.tell).table
     work.scratch.appear(folder, out)

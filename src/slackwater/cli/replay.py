@@ -16,8 +16,8 @@ from pathlib import Path
 import msgspec
 from platformdirs import user_cache_path
 
-from slackwater.bucket.open import open_bucket
 from slackwater.checkpoint.state import StateTable
+from slackwater.cli.trust import open_trusted
 from slackwater.delivery.fetcher import Fetcher
 from slackwater.engine.torch.replay import Replayer
 from slackwater.errors import CorruptError, InvalidInputError, NotFoundError
@@ -50,6 +50,8 @@ class ReplaySettings:
     threads: int
     window: int
     cache: Path | None
+    trust: Sequence[Path] = ()
+    """Files of the public keys whose versions are taken; none takes all."""
 
 
 def run_replay(settings: ReplaySettings) -> None:
@@ -61,7 +63,7 @@ def run_replay(settings: ReplaySettings) -> None:
     """
     answers = read_answers(settings)
     cache = settings.cache or user_cache_path("slackwater") / "replay"
-    fetcher = Fetcher(open_bucket(settings.bucket), settings.run, cache / settings.run)
+    fetcher = Fetcher(open_trusted(settings.bucket, settings.trust), settings.run, cache / settings.run)
     head = fetcher.head(None)
     if head is None:
         raise NotFoundError(f"the run {settings.run} has no version", hint="check --bucket and --run")

@@ -16,9 +16,10 @@ from slackwater.api.app import create_app
 from slackwater.api.auth import KeyGate, Keys
 from slackwater.api.respond import HANDLERS
 from slackwater.api.tokens import ChatTokenizer
-from slackwater.bucket.open import open_bucket, probe
+from slackwater.bucket.open import probe
 from slackwater.cli.ending import Ending
 from slackwater.cli.serve import Server, bind
+from slackwater.cli.trust import open_trusted
 from slackwater.clock import SystemClock
 from slackwater.config.process import ReplicaSettings
 from slackwater.delivery.fetcher import Fetcher
@@ -38,7 +39,7 @@ async def run_replica(settings: ReplicaSettings, keys: Keys, ending: Ending) -> 
         SlackwaterError: What can't heal: no such bucket, wrong credentials, a model that isn't supported.
     """
     taken = bind(settings.host, settings.port)
-    bucket = open_bucket(settings.bucket)
+    bucket = open_trusted(settings.bucket, settings.trust)
     await asyncio.to_thread(probe, bucket)
     cache = settings.cache or user_cache_path("slackwater") / "replicas" / settings.replica
     fetcher = Fetcher(bucket, settings.run, cache / settings.run)

@@ -10,16 +10,17 @@ With ``--bucket`` what reads like a name is one; a folder of that name is writte
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from slackwater.bucket.base import Bucket
-from slackwater.bucket.open import open_bucket
 from slackwater.checkpoint.manifest import Manifest
 from slackwater.checkpoint.outline import Outline
 from slackwater.cli.absent import absent_fold, absent_version, no_snapshot
 from slackwater.cli.attended import Attended
+from slackwater.cli.trust import open_trusted
 from slackwater.errors import InvalidInputError, NotFoundError, WrongBaseError
 from slackwater.ids import RunId, Version, parse_snapshot, run_id, snapshot_name
 from slackwater.publish.lineage import read_manifest
@@ -88,13 +89,17 @@ class Shelf:
         bucket: A URL; None where there is none.
         work: The command's folders and bars.
         threads: Bodies decoded at once.
+        trust: Files of the public keys whose versions and folds are taken; none takes all. Folders are taken as they
+            are.
 
     Raises:
-        InvalidInputError: The URL is wrong.
+        InvalidInputError: The URL or a key file is wrong, or there are keys and no bucket.
     """
 
-    def __init__(self, bucket: str | None, work: Attended, threads: int) -> None:
-        self._bucket = None if bucket is None else open_bucket(bucket)
+    def __init__(self, bucket: str | None, work: Attended, threads: int, trust: Sequence[Path] = ()) -> None:
+        if bucket is None and trust:
+            raise InvalidInputError("folders have no signatures to check", hint="leave --trust out, or add --bucket")
+        self._bucket = None if bucket is None else open_trusted(bucket, trust)
         self._work = work
         self._threads = threads
 

@@ -91,6 +91,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The trainer's; a delta folder has none."""
     created_at: str | None = None
     quantizers: tuple[str, ...] = ()
+    nans: tuple[str, ...] = ()
     manifest_bytes: int | None = None
     object_bytes: int | None = None
     objects: tuple[ObjectRef, ...] = ()
@@ -154,6 +155,7 @@ def summarize(
         step=None if manifest.run == DIFF_RUN else manifest.step,
         created_at=manifest.created_at,
         quantizers=manifest.quantizers,
+        nans=manifest.nans,
         manifest_bytes=manifest_bytes,
         object_bytes=manifest.num_bytes,
         objects=manifest.objects,

@@ -104,6 +104,8 @@ def _lines(summary: Summary) -> Iterator[str]:
         yield f"objects   {len(summary.objects)} of {size_text(summary.object_bytes)}, {manifest}"
     if summary.quantizers:
         yield f"quantised by {', '.join(summary.quantizers)}"
+    if summary.nans:
+        yield f"NaN       written in {', '.join(map(plain, summary.nans))}"
     if summary.files:
         yield f"files     {', '.join(sorted(summary.files))}"
     if summary.other_files:

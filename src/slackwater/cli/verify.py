@@ -37,7 +37,8 @@ def verify_snapshot(text: str, base: str | None, depth: Depth, *, threads: int, 
 
     Raises:
         InvalidInputError: It is nothing of these, or ``base`` is missing or out of place.
-        NotFoundError: The bucket, the run or the fold isn't there, or the version is above the newest one.
+        NotFoundError: The bucket, the run or the fold isn't there, or the version is above the newest one or was
+            collected.
     """
     if base is not None and depth != "tensors":
         raise InvalidInputError(f"the depth {depth} reads no base", hint="add --depth tensors, or leave --base out")

@@ -33,6 +33,8 @@ class ReplicaSettings:
     """The name under which the gateway asks."""
     poll_s: float = 0.2
     """Seconds between looks at the bucket's head."""
+    trust: Sequence[Path] = ()
+    """Files of the public keys whose versions are taken; none takes all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +53,8 @@ class GatewaySettings:
     port: int = 0
     probe_s: float = 0.25
     """Seconds between looks at each replica's health."""
+    trust: Sequence[Path] = ()
+    """Files of the public keys whose versions can be named; none takes all."""
 
 
 _BASE_URL = re.compile(r"https?://(\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?/?")

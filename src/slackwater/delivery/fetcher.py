@@ -8,19 +8,18 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Final, Protocol, TypeVar
+from typing import Annotated, Final, TypeVar
 
 import msgspec
 
 from slackwater.bucket.base import Bucket
 from slackwater.bucket.local import flush_folder
-from slackwater.checkpoint.digest import object_digest
-from slackwater.checkpoint.keys import head_key, manifest_key, signature_key
+from slackwater.checkpoint.keys import head_key, manifest_key
 from slackwater.checkpoint.manifest import MAX_MANIFEST_BYTES, BodyEntry, Manifest, ObjectRef
 from slackwater.checkpoint.rules import decode_manifest
 from slackwater.delivery.cache import BlobCache
 from slackwater.delivery.objects import disk_errors, is_intact, read_object, save_object, twice
-from slackwater.errors import CorruptError, InvalidInputError, NotFoundError, UnavailableError
+from slackwater.errors import AuthError, CorruptError, InvalidInputError, NotFoundError, UnavailableError
 from slackwater.ids import RunId, Version, snapshot_name
 
 T = TypeVar("T")
@@ -32,16 +31,7 @@ CACHE_BYTES: Final = 8 * 1024**3
 """What packs may take of the disk unless the caller says otherwise."""
 
 _MAX_HINT_BYTES: Final = 4096
-_MAX_SIGNATURE_BYTES: Final = 4096
 _log = logging.getLogger(__name__)
-
-
-class ChecksSignatures(Protocol):
-    """Whose versions are taken: `slackwater.checkpoint.signature.TrustedKeys` is one."""
-
-    def check(self, manifest: bytes, signature: bytes) -> object:
-        """Raise CorruptError unless the signature object is that of the manifest's bytes, by a key that is trusted."""
-        ...
 
 
 class _Hint(msgspec.Struct):
@@ -81,7 +71,7 @@ class HeadView:
     version: Version | None
     """The newest committed version, never below the one known; None: nothing is committed."""
     receded: bool
-    """The version known is gone and none is newer: the bucket was set back, which only a new run may do."""
+    """The version known is gone and none is newer: the bucket was set back. One that was collected has newer ones."""
 
 
 class Fetcher:
@@ -95,7 +85,6 @@ class Fetcher:
         cache_dir: Where anchors and packs are kept.
         threads: Objects fetched at once.
         cache_bytes: Most bytes of packs on the disk. Anchors are not counted: the engine maps them.
-        trusted_keys: Take versions alone that one of these signed; None takes all.
     """
 
     def __init__(
@@ -106,12 +95,10 @@ class Fetcher:
         *,
         threads: int = 4,
         cache_bytes: int = CACHE_BYTES,
-        trusted_keys: ChecksSignatures | None = None,
     ) -> None:
         self._bucket = bucket
         self._run = run
         self._threads = threads
-        self._trusted = trusted_keys
         self._closed = threading.Event()
         self._source = _UntilClosed(bucket, self._closed)
         self._anchors = cache_dir / "anchors"
@@ -180,7 +167,8 @@ class Fetcher:
     def look(self, known: Version | None) -> HeadView:
         """Find the newest committed version: start at the hint, then ask for the next numbers.
 
-        The hint may be missing, stale or wrong; only a manifest that is there counts.
+        The hint may be missing, stale or wrong; only a manifest that is there counts. Where the known one is gone and
+        the hint leads to none above it, a listing tells whether it was collected or the bucket was set back.
 
         Raises:
             NotFoundError: No such bucket.
@@ -193,11 +181,11 @@ class Fetcher:
             newest = hint
         if newest is None:
             newest = self._newest_listed()
-        following = Version(0 if newest is None else newest + 1)
-        while self._committed(following):
-            newest, following = following, Version(following + 1)
-        suspect = known is not None and newest == known and (hint is None or hint < known)
-        return HeadView(version=newest, receded=suspect and not self._committed(known or Version(0)))
+        newest = self._climb(newest)
+        if known is None or newest != known or (hint is not None and hint >= known) or self._committed(known):
+            return HeadView(version=newest, receded=False)
+        above = self._newest_above(known)
+        return HeadView(version=known if above is None else self._climb(above), receded=above is None)
 
     def _manifest(self, version: Version) -> Manifest:
         key = manifest_key(self._run, version)
@@ -208,23 +196,12 @@ class Fetcher:
                 f"{snapshot_name(self._run, version)} isn't committed: {error.message}", hint=error.hint
             ) from error
         try:
-            self._check_signature(body)
             manifest = decode_manifest(body)
         except CorruptError as error:
             raise CorruptError(f"{key}: {error.message}", hint=error.hint) from error
         if (manifest.run, manifest.version) != (self._run, version):
             raise CorruptError(f"{key} is the manifest of {snapshot_name(manifest.run, manifest.version)}")
         return manifest
-
-    def _check_signature(self, manifest: bytes) -> None:
-        if self._trusted is None:
-            return
-        key = signature_key(self._run, object_digest(manifest))
-        try:
-            signature = self._source.get(key, max_bytes=_MAX_SIGNATURE_BYTES)
-        except NotFoundError as error:
-            raise CorruptError("it isn't signed", hint="give the publisher its signing key") from error
-        self._trusted.check(manifest, signature)
 
     def _is_whole(self, manifest: Manifest, folder: Path) -> bool:
         def intact(item: tuple[str, int]) -> bool:
@@ -277,12 +254,28 @@ class Fetcher:
         except (NotFoundError, CorruptError, msgspec.MsgspecError, UnicodeError, RecursionError):
             return None
 
-    def _newest_listed(self) -> Version | None:
+    def _climb(self, newest: Version | None) -> Version | None:
+        """The last of the numbers that are committed one after the other above this one."""
+        following = Version(0 if newest is None else newest + 1)
+        while self._committed(following):
+            newest, following = following, Version(following + 1)
+        return newest
+
+    def _newest_above(self, known: Version) -> Version | None:
+        """The newest committed version above one that is gone; None too where the credentials may not list."""
+        try:
+            return self._newest_listed(known + 1)
+        except AuthError as error:
+            _log.warning("whether version %d of %s was collected isn't known: %s", known, self._run, error)
+            return None
+
+    def _newest_listed(self, lowest: int = 0) -> Version | None:
         """Where to start without a hint: retention may have taken the first numbers."""
         names = (info.key.rpartition("/")[2] for info in self._bucket.list(f"{self._run}/manifests"))
         numbers = (name.removesuffix(".json") for name in names)
         listed = [Version(int(number)) for number in numbers if number.isascii() and number.isdigit()]
-        return max(filter(self._committed, listed), default=None)
+        wanted = sorted((version for version in listed if version >= lowest), reverse=True)
+        return next(filter(self._committed, wanted), None)
 
     def _committed(self, version: Version) -> bool:
         try:

@@ -16,9 +16,10 @@ from slackwater.errors import CorruptError, InvalidInputError, NotFoundError, Wr
 from slackwater.ids import RunId, Version
 from slackwater.publish.damage import Depth, Report
 from slackwater.publish.delta import Progress
+from slackwater.publish.history import check_not_collected
 from slackwater.publish.lineage import read_manifest
 from slackwater.publish.objects import fetch_object
-from slackwater.publish.path import read_fold
+from slackwater.publish.path import Reads, read_fold
 from slackwater.publish.proof import Rebuilding, Step, prove_objects
 from slackwater.weights.delta_folder import MANIFEST_FILE, OUTLINE_FILE, DeltaFolder
 from slackwater.weights.diff import hash_source
@@ -38,10 +39,15 @@ class Auditor:
     progress: Progress
     """Told the stages ``manifests``, ``copy`` and ``objects`` in bytes, ``tensors`` in tiles."""
 
-    def version(self, bucket: Get, run: RunId, version: Version) -> Report:
-        """Check a version, down to its anchor."""
+    def version(self, bucket: Reads, run: RunId, version: Version) -> Report:
+        """Check a version, down to its anchor.
+
+        Raises:
+            NotFoundError: It was collected, and is no damage.
+        """
         report = Report(depth=self.depth)
         with report.until_unavailable(manifest_key(run, version)):
+            check_not_collected(bucket, run, version)
             steps, is_whole = self._walk(report, bucket, run, version)
             self._check(report, bucket, steps, is_whole=is_whole)
         return report

@@ -6,8 +6,25 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from typing import Final, Generic, TypeVar
 
 from slackwater.errors import InvalidInputError
+from slackwater.weights.source import Follows, TensorSource
+
+ROOM_BYTES: Final = 256 * 1024 * 1024
+"""Most changes that are held in memory, to be encoded in the background."""
 
 _Done = TypeVar("_Done")
+
+
+def check_may_wait(source: TensorSource) -> None:
+    """Check that a source may be written before its version is committed.
+
+    Raises:
+        InvalidInputError: It takes over what was committed.
+    """
+    if isinstance(source, Follows):
+        raise InvalidInputError(
+            "this source takes over what was committed, so it must not be written before that",
+            hint="use publish(), or publish a StateDictSource in the background",
+        )
 
 
 class Withdrawal:

@@ -1,8 +1,8 @@
 """The committed state that a publisher holds. It moves after the commit, by the very bytes that were committed."""
 
 import logging
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Generator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import lru_cache
 from typing import Final, Protocol
@@ -13,20 +13,15 @@ from slackwater.checkpoint.manifest import Manifest, ObjectRef
 from slackwater.checkpoint.outline import Outline
 from slackwater.checkpoint.state import StateTable
 from slackwater.checkpoint.tensor import Bits, TensorSpec
-from slackwater.errors import InvalidInputError, LostRaceError, NotFoundError, WrongBaseError
+from slackwater.errors import CorruptError, InvalidInputError, LostRaceError, NotFoundError, WrongBaseError
 from slackwater.ids import RunId, Version
 from slackwater.publish.draft import Draft
-from slackwater.publish.lineage import find_head
+from slackwater.publish.lineage import check_tip, find_head
 from slackwater.publish.path import Reads
-from slackwater.publish.restore import Restored, outline, restore
+from slackwater.publish.restore import Restored, outline, outline_broken, restore
 from slackwater.weights.source import TensorSource
 
 _LOG: Final = logging.getLogger(__name__)
-
-_INFINITY: Final = {"F16": 0x7C00, "BF16": 0x7F80, "F32": 0x7F80_0000, "F64": 0x7FF0_0000_0000_0000}
-"""The bits of +infinity: a number above it, without its sign, is no number."""
-_STRETCH: Final = 1 << 16
-"""Elements looked at together: they and what is made of them stay in the processor's cache."""
 
 
 class Store(Protocol):
@@ -113,7 +108,13 @@ class Baseline:
         return self.held.bits[name]
 
     def sync(self, *, with_bits: bool) -> None:
-        """Learn the chain's head. A forced anchor needs no bits of it, so it heals a chain whose objects are broken."""
+        """Learn the chain's head. A forced anchor needs no bits of it, so it heals a chain that is broken.
+
+        Raises:
+            ConflictError: What was held is gone from the bucket, or another version now.
+            NotFoundError: Nothing leads to the head; or, without bits, no anchor's manifest can be read.
+            CorruptError: Something on the way to the head isn't what its digest says.
+        """
         self.sync_to(self.find_head(), None, with_bits=with_bits)
 
     def sync_to(self, head: Version | None, names: frozenset[str] | None, *, with_bits: bool) -> None:
@@ -122,8 +123,16 @@ class Baseline:
             self._load(head, names, with_bits=with_bits)
 
     def find_head(self) -> Version | None:
-        """The chain's head, looked for where it isn't known."""
-        return self.version if self._is_current else find_head(self._bucket, self._run)
+        """The chain's head, looked for where it isn't known; what is held must still be in the chain.
+
+        Raises:
+            ConflictError: It is gone from the bucket, or another version now. It stays so until it is put back, or the
+                publisher is opened again.
+        """
+        if not self._is_current and self.held is not None:
+            with suppress(CorruptError):  # it is there; what it is worth is seen where it is read
+                check_tip(self._bucket, self._run, self.held.tip)
+        return self.version if self._is_current else find_head(self._bucket, self._run, at_least=self.version)
 
     @contextmanager
     def committing(self) -> Generator[None]:
@@ -144,11 +153,10 @@ class Baseline:
 
     def replace(self, manifest: Manifest, table: StateTable, bits: Mapping[str, Bits]) -> None:
         """Hold an anchor that was committed."""
-        warn_of_nans(table.outline, bits)
         with self.moving():
             version = manifest.version
             held = Restored(
-                version=version, anchor=version, side_files=manifest.side_files, table=table, bits=bits
+                version=version, anchor=version, files=manifest.folder, table=table, bits=bits
             )  # fmt: skip
             self.held = self._store.keep(held)
 
@@ -172,6 +180,8 @@ class Baseline:
     def _lacks(self, names: frozenset[str] | None) -> bool:
         if self.held is None:
             return False
+        if self.held.broken is not None:
+            return True
         wanted = self.held.table.outline.by_name.keys() if names is None else names
         return not wanted <= self.held.bits.keys()
 
@@ -181,8 +191,22 @@ class Baseline:
         elif with_bits:
             self.held = self._store.load(head, names)
         else:
-            self.held = outline(self._bucket, self._run, head)
+            self.held = self._outline(head)
         self._is_current = True
+
+    def _outline(self, head: Version) -> Restored:
+        try:
+            return outline(self._bucket, self._run, head)
+        except (NotFoundError, CorruptError, WrongBaseError) as error:
+            found = outline_broken(self._bucket, self._run, head)
+            _LOG.warning(
+                "version %d of %s can't be reached, and an anchor follows it on the tensors of anchor %d: %s",
+                head,
+                self._run,
+                found.anchor,
+                error,
+            )
+            return found
 
 
 def apply(
@@ -204,7 +228,6 @@ def apply(
             aren't held.
         CorruptError: A body doesn't make what the manifest says.
     """
-    has_warned = False
     fetched = lru_cache(maxsize=1)(pack)
     for entry in manifest.listed():
         places = places_of(outline, entry)
@@ -216,7 +239,6 @@ def apply(
         body = memoryview(fetched(manifest.objects[entry.object]))[entry.offset : entry.offset + entry.length]
         held = take(places, bits.__getitem__)
         apply_taken(places, entry, body, held, bits.__getitem__)
-        has_warned = has_warned or _warn_of_first((place.spec, tile) for place, tile in zip(places, held, strict=True))
 
 
 def check_unwritten(manifest: Manifest, outline: Outline, source: TensorSource) -> None:
@@ -233,28 +255,3 @@ def check_unwritten(manifest: Manifest, outline: Outline, source: TensorSource) 
                 f"{spec.name} was written while it was published; the version is committed as it was read",
                 hint="let publish() return before the next optimizer step",
             )
-
-
-def warn_of_nans(outline: Outline, bits: Mapping[str, Bits]) -> None:
-    """Tell the log the first tensor that holds no numbers somewhere; it is published all the same."""
-    _warn_of_first((spec, bits[spec.name]) for spec in outline.specs if spec.name in bits)
-
-
-def _warn_of_first(tensors: Iterable[tuple[TensorSpec, Bits]]) -> bool:
-    for spec, bits in tensors:
-        if has_nan(spec.dtype, bits):
-            _LOG.warning("%s holds NaN; it was published as it is", spec.name)
-            return True
-    return False
-
-
-def has_nan(dtype: str, bits: Bits) -> bool:
-    """Whether bits of a floating-point dtype of 16 bits or more hold one that is no number; False for others."""
-    infinity = _INFINITY.get(dtype)
-    if infinity is None:
-        return False
-    unsigned = bits.dtype.type((1 << (8 * bits.itemsize - 1)) - 1)
-    limit = bits.dtype.type(infinity)
-    return any(
-        bool(((bits[start : start + _STRETCH] & unsigned) > limit).any()) for start in range(0, bits.size, _STRETCH)
-    )

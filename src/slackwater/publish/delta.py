@@ -10,13 +10,14 @@ from slackwater.checkpoint.codec import EncodedBody, EncodedTile, Level
 from slackwater.checkpoint.columns import to_column
 from slackwater.checkpoint.digest import object_digest
 from slackwater.checkpoint.keys import blob_key
-from slackwater.checkpoint.manifest import ENCODINGS, Bodies, ObjectRef, Tiles
+from slackwater.checkpoint.manifest import ENCODINGS, MAX_NANS, Bodies, ObjectRef, Tiles
 from slackwater.checkpoint.state import StateTable
 from slackwater.checkpoint.tensor import Bits
 from slackwater.errors import CorruptError
 from slackwater.ids import RunId
 from slackwater.publish.plan import BLOB_BYTES
-from slackwater.weights.diff import diff
+from slackwater.weights.diff import Compared, compare, encode
+from slackwater.weights.glimpse import Glimpse, check_unwritten
 from slackwater.weights.source import TensorSource
 
 Progress = Callable[[str, int, int], None]
@@ -30,6 +31,8 @@ def tell_nobody(stage: str, done: int, total: int) -> None:
 PutObject = Callable[[ObjectRef, bytes], None]
 """Takes an object of a delta."""
 
+_AHEAD: Final = 4
+"""Bundles for each thread that are encoded together."""
 _LETTERS: Final = {encoding: letter for letter, encoding in ENCODINGS.items()}
 
 
@@ -40,12 +43,27 @@ class Encoded:
     objects: tuple[ObjectRef, ...]
     bodies: Bodies
     tiles: Tiles
+    nans: tuple[str, ...]
+    """The first tensors in which a NaN was written, by rising name."""
     table: StateTable
     """The state after it."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Effort:
+    """How a delta is encoded."""
+
+    level: Level = "fast"
+    """How much time to spend for how many bytes."""
+    threads: int = 2
+    """Tiles read, and bodies encoded, at once."""
+    room: int | None = None
+    """Bytes of changes that are held before they are encoded, so that reading is over soon. None encodes, and sends,
+    while later tensors are still read."""
+
+
 def bits_of(source: TensorSource) -> Mapping[str, Bits]:
-    """Every tensor of a source: what `encode_delta` takes for a baseline."""
+    """Every tensor of a source: what `DeltaEncoder` takes for a baseline."""
     return {name: source.bits(name) for name in source.specs()}
 
 
@@ -60,34 +78,96 @@ def encode_delta(
     put: PutObject,
     progress: Progress,
 ) -> Encoded:
-    """Encode what leads from ``held``, whose bits are ``baseline``, to ``source``. Tensors that it lacks stay.
+    """Read and encode what leads from ``held`` to ``source``: `DeltaEncoder`, for a source that stays as it is."""
+    effort = Effort(level=level, threads=threads)
+    encoder = DeltaEncoder(run, source, held, baseline, effort=effort, put=put, progress=progress)
+    encoder.read()
+    return encoder.finish()
 
-    Holds one pack at a time, and a few bodies for each thread.
+
+class DeltaEncoder:
+    """Encodes what leads from ``held``, whose bits are ``baseline``, to ``source``. Tensors that it lacks stay.
+
+    Used once: `read` looks at the source, in one pass at about the speed of memory, and `finish` encodes what changed.
+    Holds a pack, a few tiles for each thread, and ``effort.room`` bytes of changes at most.
 
     Args:
         run: Under which the objects' keys lie.
         source: The state after.
         held: The state before; it has all of the source's tensors with equal specs.
-        baseline: Its bits.
-        level: How much time to spend for how many bytes.
-        threads: Bodies encoded at once.
+        baseline: Its bits; they stay as they are until `finish` returns.
+        effort: How.
         put: Takes each object once its bytes are known.
-        progress: Told the stage ``encode`` in bytes.
-
-    Raises:
-        CorruptError: The baseline isn't what ``held`` says.
-        InvalidInputError: The source was written meanwhile.
+        progress: Told the stage ``encode`` in bytes that were read.
     """
-    total = sum(spec.num_bytes for spec in source.specs().values())
-    packs, listed = Packer(run, put), _Listed()
-    done = 0
-    for batch, bodies in diff(source, held.outline, baseline, level=level, threads=threads):
-        done += sum(tile.count * spec.bits_dtype.itemsize for b in batch for spec, tile in map(held.outline.place, b))
-        progress("encode", done, total)
-        if bodies:
-            listed.add(held, packs.add([body.body for body in bodies]), bodies)
-    table = listed.table(held)
-    return Encoded(objects=packs.close(), bodies=listed.bodies(), tiles=listed.tiles(table), table=table)
+
+    def __init__(
+        self,
+        run: RunId,
+        source: TensorSource,
+        held: StateTable,
+        baseline: Mapping[str, Bits],
+        *,
+        effort: Effort,
+        put: PutObject,
+        progress: Progress,
+    ) -> None:
+        self._source: Final = source
+        self._held: Final = held
+        self._baseline: Final = baseline
+        self._effort: Final = effort
+        self._progress: Final = progress
+        self._packs: Final = Packer(run, put)
+        self._listed: Final = _Listed()
+        self._waiting: Final[list[Compared]] = []
+
+    def read(self) -> None:
+        """Read the source; it may be written once this returns.
+
+        Raises:
+            InvalidInputError: It was written meanwhile, or its bits aren't those of its specs.
+        """
+        outline, source = self._held.outline, self._source
+        total = sum(spec.num_bytes for spec in source.specs().values())
+        seen: list[Glimpse] = []
+        done = 0
+        for compared in compare(source, outline, self._baseline, threads=self._effort.threads):
+            tiles = (outline.place(number) for bundle in compared.batch for number in bundle)
+            done += sum(tile.count * spec.bits_dtype.itemsize for spec, tile in tiles)
+            self._progress("encode", done, total)
+            seen += compared.glimpses
+            self._waiting.append(compared)
+            if self._is_full():
+                self._encode()
+        check_unwritten(seen, source)
+
+    def finish(self) -> Encoded:
+        """Encode what is left.
+
+        Raises:
+            CorruptError: The baseline isn't what ``held`` says.
+        """
+        self._encode()
+        listed, table = self._listed, self._listed.table(self._held)
+        return Encoded(
+            objects=self._packs.close(),
+            bodies=listed.bodies(),
+            tiles=listed.tiles(table),
+            nans=listed.nans(),
+            table=table,
+        )
+
+    def _is_full(self) -> bool:
+        if self._effort.room is None:
+            return sum(len(item.bundles) for item in self._waiting) >= _AHEAD * self._effort.threads
+        return sum(item.num_bytes for item in self._waiting) > self._effort.room
+
+    def _encode(self) -> None:
+        level, threads = self._effort.level, self._effort.threads
+        for bodies in encode(self._waiting, self._held.outline, self._baseline, level=level, threads=threads):
+            if bodies:
+                self._listed.add(self._held, self._packs.add([body.body for body in bodies]), bodies)
+        self._waiting.clear()
 
 
 class Packer:
@@ -163,6 +243,9 @@ class _Listed:
             tensor = held.outline.tensor_of(number)
             sums[tensor] = (int(sums[tensor]) + tile.sum_change) % (1 << 64)
         return StateTable(outline=held.outline, tiles=tiles, sums=sums)
+
+    def nans(self) -> tuple[str, ...]:
+        return tuple(sorted({tile.place.spec.name for _, tile in self._tiles if tile.makes_nan})[:MAX_NANS])
 
     def bodies(self) -> Bodies:
         return Bodies(

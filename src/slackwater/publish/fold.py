@@ -11,6 +11,7 @@ from slackwater.checkpoint.manifest import FORMAT, Manifest, Parent, encode_mani
 from slackwater.checkpoint.rules import decode_manifest
 from slackwater.errors import CorruptError, InvalidInputError, NotFoundError
 from slackwater.ids import RunId, Version
+from slackwater.publish.commit import Signs, put_signature
 from slackwater.publish.delta import Encoded, Progress, bits_of, encode_delta
 from slackwater.publish.lineage import read_manifest
 from slackwater.publish.path import read_fold
@@ -41,6 +42,7 @@ def fold(
     level: Level,
     threads: int,
     progress: Progress,
+    signer: Signs | None = None,
 ) -> Folded:
     """Make the fold from one version to another and commit it: its objects first, then its manifest, if absent.
 
@@ -54,7 +56,8 @@ def fold(
         scratch: An empty folder; it takes two models.
         level: How much time to spend for how many bytes.
         threads: Bodies encoded at once.
-        progress: Told how far it is.
+        progress: Told how far it is; whatever it raises ends the call, and nothing is visible.
+        signer: Signs the fold, for readers that trust its key alone. One that is there already isn't signed again.
 
     Raises:
         InvalidInputError: ``end`` isn't above ``start``.
@@ -70,6 +73,8 @@ def fold(
         manifest = _build(bucket, last, start, scratch, level, threads, progress)
     body = encode_manifest(manifest)
     decode_manifest(body, fold=True)  # what readers will do
+    if signer is not None:
+        put_signature(bucket, run, body, signer)
     is_new = bucket.put_if_absent(fold_key(run, start, end), body)
     return Folded(manifest=_checked(read_fold(bucket, run, start, end), last), is_new=is_new)
 
@@ -123,6 +128,7 @@ def fold_manifest(last: Manifest, encoded: Encoded, parent: Parent) -> Manifest:
         bodies=encoded.bodies,
         tiles=encoded.tiles,
         quantizers=last.quantizers,
+        nans=encoded.nans,
     )
 
 

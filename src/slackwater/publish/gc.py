@@ -9,14 +9,14 @@ from typing import Final, Protocol
 
 import msgspec
 
-from slackwater.bucket.base import Delete, Get, List, Put
+from slackwater.bucket.base import Abort, Delete, Get, List, Put, Unfinished
 from slackwater.checkpoint.keys import fold_key, head_key, manifest_key, parse_fold_key
 from slackwater.checkpoint.manifest import Manifest
-from slackwater.errors import ConflictError, CorruptError
+from slackwater.errors import AuthError, ConflictError, CorruptError, UnsupportedError
 from slackwater.ids import RunId, Version
 from slackwater.publish.delta import Progress
-from slackwater.publish.history import is_there, read_numbers
-from slackwater.publish.lineage import HeadHint, read_manifest
+from slackwater.publish.history import read_numbers
+from slackwater.publish.lineage import HeadHint, is_there, read_manifest
 from slackwater.publish.path import Reads, read_fold
 from slackwater.publish.retention import Contents, Doomed, Fold, GcPlan, listed_manifests
 
@@ -25,7 +25,7 @@ _BATCH: Final = 256
 
 
 class GcBucket(Get, Put, List, Delete, Protocol):
-    """What a bucket must do to be collected."""
+    """What a bucket must do to be collected. Unfinished writes are aborted where it has `Abort` too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,10 +36,14 @@ class Collected:
     num_bytes: int
     spared: tuple[str, ...]
     """Objects of the plan that a version committed meanwhile names."""
+    num_aborted: int
+    """Unfinished writes; they may have ended since the plan."""
 
 
 def survey(bucket: Reads, run: RunId, *, now_s: float | None, progress: Progress) -> Contents:
     """Read what a collection is planned from: the run's listing, all its manifests, all its folds.
+
+    Its unfinished writes too; that they can't be listed here, or may not, is told and is no reason not to collect.
 
     Args:
         bucket: Where the run lies.
@@ -74,7 +78,19 @@ def survey(bucket: Reads, run: RunId, *, now_s: float | None, progress: Progress
         progress("manifests", len(manifests) + len(folds), total)
     hinted_s = next((item.modified_s for item in objects if item.key == head_key(run)), None)
     told_s = (hinted_s or 0.0) if now_s is None else now_s
-    return Contents(run=run, objects=objects, manifests=manifests, folds=folds, now_s=told_s)
+    begun, blind = _begun(bucket, run)
+    return Contents(
+        run=run, objects=objects, manifests=manifests, folds=folds, now_s=told_s, unfinished=begun, blind=blind
+    )
+
+
+def _begun(bucket: List, run: RunId) -> tuple[tuple[Unfinished, ...], str | None]:
+    if not isinstance(bucket, Abort):
+        return (), f"unfinished uploads to {run} can't be listed in this bucket"
+    try:
+        return tuple(bucket.unfinished(run)), None
+    except (UnsupportedError, AuthError) as error:
+        return (), str(error)
 
 
 def _read(key: str, read: Callable[[], Manifest]) -> Manifest:
@@ -98,7 +114,7 @@ def point_at_head(bucket: GcBucket, run: RunId) -> None:
 
 
 def collect(bucket: GcBucket, run: RunId, plan: GcPlan, *, threads: int, progress: Progress) -> Collected:
-    """Delete what a plan says, in its order. Ended anywhere, it leaves no manifest without its objects.
+    """Delete what a plan says, in its order, then abort. Ended anywhere, it leaves no manifest without its objects.
 
     Objects that versions name which have been committed since the plan are spared: a publisher may have found one there
     and not uploaded it again.
@@ -111,7 +127,7 @@ def collect(bucket: GcBucket, run: RunId, plan: GcPlan, *, threads: int, progres
         progress: Told the stage ``delete`` in objects.
 
     Raises:
-        AuthError: The credentials may not delete.
+        AuthError: The credentials may not delete, or, when all else is done, not abort.
         CorruptError: At the end: one was committed in the very moment, and an object of it is gone.
     """
     manifests = [item for item in plan.delete if item.why in {"fold", "manifest"}]
@@ -137,7 +153,16 @@ def collect(bucket: GcBucket, run: RunId, plan: GcPlan, *, threads: int, progres
             f"{min(lost)} was deleted in the moment in which a version of {run} was committed that names it",
             hint="publish an anchor now, and take a longer minimum age",
         )
-    return Collected(num_deleted=done, num_bytes=num_bytes, spared=tuple(spared))
+    num_aborted = _abort(bucket, plan.abort)
+    return Collected(num_deleted=done, num_bytes=num_bytes, spared=tuple(spared), num_aborted=num_aborted)
+
+
+def _abort(bucket: GcBucket, uploads: tuple[Unfinished, ...]) -> int:
+    if not isinstance(bucket, Abort):
+        return 0
+    for upload in uploads:
+        bucket.abort(upload)
+    return len(uploads)
 
 
 def _delete(bucket: Delete, item: Doomed) -> Doomed:

@@ -1,20 +1,17 @@
 """A run's history as its manifests tell it: what is committed, and what each version cost. No object is read."""
 
-import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, count, takewhile
-from typing import Final, Literal
+from typing import Literal
 
 from slackwater.bucket.base import Get, ObjectInfo
-from slackwater.checkpoint.keys import manifest_key
 from slackwater.checkpoint.manifest import ENCODINGS, Encoding, Manifest
-from slackwater.errors import CorruptError, NotFoundError
+from slackwater.errors import AuthError, CorruptError, NotFoundError
 from slackwater.ids import RunId, StateDigest, Version
-from slackwater.publish.lineage import find_head, read_manifest
+from slackwater.publish.lineage import find_head, is_there, list_versions, listed_version, read_manifest
 from slackwater.publish.path import Reads
-
-_MANIFEST: Final = re.compile(r"([0-9]{8})\.json")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +67,7 @@ def read_numbers(bucket: Reads, run: RunId, listing: Iterable[ObjectInfo] | None
         NotFoundError: The run has none.
     """
     found = _listed(run, bucket.list(f"{run}/manifests") if listing is None else listing)
-    head = _head(bucket, run)
+    head = find_head(bucket, run, listed=found)
     if head is None and not found:
         raise NotFoundError(f"{run} has no version in this bucket", hint="check --bucket and --run")
     newest = max((*found, *(() if head is None else (head,))))
@@ -81,31 +78,36 @@ def read_numbers(bucket: Reads, run: RunId, listing: Iterable[ObjectInfo] | None
     return Numbers(written_s=dict(sorted(found.items())))
 
 
-def _head(bucket: Reads, run: RunId) -> Version | None:
-    try:
-        return find_head(bucket, run)
-    except CorruptError:  # an empty manifest; the listing tells as much
-        return None
+def check_not_collected(bucket: Reads, run: RunId, version: Version) -> None:
+    """Tell a version that retention took from one that was lost.
 
+    Retention leaves no delta without its anchor. So where the oldest version that is there is an anchor, those below it
+    were collected, or might as well have been: nothing that is there needs them. Where older ones are there, as kept by
+    a pin, a bucket doesn't tell which of the two became of one between.
 
-def is_there(bucket: Get, run: RunId, number: int) -> bool:
-    """Whether a manifest is there, readable or not."""
+    Raises:
+        NotFoundError: It was collected.
+    """
+    if is_there(bucket, run, version):
+        return
     try:
-        bucket.get_range(manifest_key(run, Version(number)), 0, 1)
-    except NotFoundError:
-        return False
-    except CorruptError:  # empty: reading it will say so
-        return True
-    return True
+        listed = list_versions(bucket, run)
+    except AuthError:  # nothing is certain without
+        return
+    oldest = next((number for number in listed if is_there(bucket, run, number)), None)
+    if oldest is None or oldest < version:
+        return
+    with suppress(CorruptError):
+        if read_manifest(bucket, run, oldest).kind == "anchor":
+            raise NotFoundError(
+                f"version {version} of {run} was collected: the oldest that is there is anchor {oldest}",
+                hint="name a newer version; `slackwater log` lists them",
+            )
 
 
 def _listed(run: RunId, listing: Iterable[ObjectInfo]) -> dict[Version, float | None]:
-    found: dict[Version, float | None] = {}
-    for item in listing:
-        name = _MANIFEST.fullmatch(item.key.rpartition("/")[2])
-        if name is not None and item.key == manifest_key(run, Version(int(name[1]))):
-            found[Version(int(name[1]))] = item.modified_s
-    return found
+    found = ((listed_version(run, item.key), item.modified_s) for item in listing)
+    return {version: modified_s for version, modified_s in found if version is not None}
 
 
 def read_history(bucket: Reads, run: RunId, *, limit: int | None = None) -> list[Entry]:

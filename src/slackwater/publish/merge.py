@@ -8,7 +8,7 @@ import numpy as np
 
 from slackwater.checkpoint.columns import from_column, to_column
 from slackwater.checkpoint.groups import group_key, groups
-from slackwater.checkpoint.manifest import AnchorTensor, Bodies, Manifest, ObjectRef, Tiles
+from slackwater.checkpoint.manifest import MAX_NANS, AnchorTensor, Bodies, Manifest, ObjectRef, Tiles
 from slackwater.checkpoint.outline import Outline
 from slackwater.checkpoint.state import StateTable
 from slackwater.checkpoint.tensor import TensorSpec
@@ -91,6 +91,7 @@ def merge_deltas(held: StateTable, parts: Sequence[Manifest]) -> Manifest:
         bodies=_bodies(parts),
         tiles=_tiles(parts, to_column(held.sums[:0] if not changed else sums[changed])),
         quantizers=tuple(sorted({name for part in parts for name in part.quantizers})),
+        nans=_nans(parts),
     )
 
 
@@ -115,6 +116,7 @@ def merge_anchors(parts: Sequence[Manifest], extra: Mapping[str, ObjectRef]) -> 
         objects=objects,
         tensors=tuple(tensors),
         files=dict(sorted(files.items())),
+        nans=_nans(parts),
     )
 
 
@@ -135,6 +137,10 @@ def _firsts(parts: Sequence[Manifest]) -> list[int]:
 
 def _objects(parts: Sequence[Manifest]) -> tuple[ObjectRef, ...]:
     return tuple(ref for part in parts for ref in part.objects)
+
+
+def _nans(parts: Sequence[Manifest]) -> tuple[str, ...]:
+    return tuple(sorted({name for part in parts for name in part.nans})[:MAX_NANS])
 
 
 def _bodies(parts: Sequence[Manifest]) -> Bodies:

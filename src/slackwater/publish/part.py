@@ -57,7 +57,7 @@ def _load(bucket: Get, names: Collection[str] | None, path: list[Manifest]) -> R
     return Restored(
         version=path[-1].version,
         anchor=anchor.version,
-        side_files=anchor.side_files,
+        files=anchor.folder,
         table=table,
         bits={name: tensor for name, tensor in bits.items() if name in wanted},
     )

@@ -7,13 +7,19 @@ import msgspec
 
 from slackwater.checkpoint.tensor import TensorSpec
 from slackwater.errors import InvalidInputError
+from slackwater.publish.naming import find_renamed
 
 BLOB_BYTES: Final = 64 * 1024 * 1024
 """Most bytes in a pack of bodies, where a batch of them fits."""
 
 _HEAD: Final = "lm_head.weight"
+_CODES: Final = frozenset({"F8_E4M3", "F8_E5M2", "U8", "I8"})
+"""What weights are quantised to."""
 _DTYPES: Final = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 """safetensors' names by those of config.json."""
+
+_ANOTHER_MODEL: Final = "publish another model under another run"
+_QUANTISE: Final = "it is held as codes and scales: publish a QuantizedSource around the floats"
 
 
 class _Config(msgspec.Struct, frozen=True):
@@ -47,18 +53,36 @@ def check_fits(kind: Literal["anchor", "delta"], held: Mapping[str, TensorSpec],
     """
     for name, spec in new.items():
         if name not in held:
-            raise InvalidInputError(f"{name} isn't in this lineage", hint="publish another model under another run")
+            raise InvalidInputError(f"{name} isn't in this lineage", hint=_advise_on_name(name, held, new))
         if spec != held[name]:
             raise InvalidInputError(
                 f"{name} is {spec.dtype} {list(spec.shape)}, and in this lineage "
                 f"{held[name].dtype} {list(held[name].shape)}",
-                hint="cast to the serving dtype, or publish another model under another run",
+                hint=_advise_on_dtype(spec, held[name]),
             )
     missing = sorted(held.keys() - new.keys())
     if kind == "anchor" and missing:
         raise InvalidInputError(
             f"an anchor has every tensor, and {missing[0]} is missing", hint="publish the whole model"
         )
+
+
+def _advise_on_name(name: str, held: Mapping[str, TensorSpec], new: Mapping[str, TensorSpec]) -> str:
+    if f"{name}_packed" in held:
+        return _QUANTISE
+    renamed = find_renamed(new.keys() - held.keys(), held.keys() - new.keys())
+    if renamed is None:
+        return _ANOTHER_MODEL
+    theirs, ours = renamed
+    return f"if {theirs} is what this lineage calls {ours}, name it so; {_ANOTHER_MODEL}"
+
+
+def _advise_on_dtype(new: TensorSpec, held: TensorSpec) -> str:
+    if new.dtype in _DTYPES.values() and held.dtype in _CODES:
+        return _QUANTISE
+    if new.shape == held.shape:
+        return f"cast to the serving dtype, or {_ANOTHER_MODEL}"
+    return f"give whole tensors, or {_ANOTHER_MODEL}"
 
 
 def check_config(config: bytes | bytearray, specs: Mapping[str, TensorSpec]) -> None:
@@ -86,15 +110,17 @@ def check_config(config: bytes | bytearray, specs: Mapping[str, TensorSpec]) -> 
         )
 
 
-def check_side_files(held: Mapping[str, str], new: Mapping[str, str]) -> None:
-    """Check an anchor's config, tokenizer and template against those of the lineage, by digest.
+def check_side_files(kind: Literal["anchor", "delta"], held: Mapping[str, str], new: Mapping[str, str]) -> None:
+    """Check a folder's config, tokenizer and template against those of the lineage, by digest.
+
+    A delta carries none of them, so that a folder may lack some.
 
     Raises:
-        InvalidInputError: One differs, is new or is missing; it is named.
+        InvalidInputError: One differs, is new or, in an anchor, is missing; it is named.
     """
-    for file in sorted(held.keys() | new.keys()):
+    for file in sorted(held.keys() | new.keys() if kind == "anchor" else new):
         if held.get(file) != new.get(file):
             raise InvalidInputError(
                 f"{file} isn't that of this lineage: the same weights would be another model",
-                hint="keep the folder's files as they were, or publish under another run",
+                hint="give the files of the run's first anchor (folder_files, --files), or publish under another run",
             )

@@ -17,47 +17,53 @@ from slackwater.bucket.open import probe
 from slackwater.checkpoint.codec import Level
 from slackwater.checkpoint.tensor import Bits, TensorSpec
 from slackwater.clock import Clock, SystemClock
-from slackwater.errors import InternalError, InvalidInputError
+from slackwater.errors import InvalidInputError
 from slackwater.ids import Version, run_id
-from slackwater.publish.background import Background, Handle, Withdrawal
+from slackwater.publish.background import ROOM_BYTES, Background, Handle, Withdrawal, check_may_wait
 from slackwater.publish.baseline import Baseline, MemoryStore, check_unwritten
-from slackwater.publish.commit import Signs, commit, encode_checked, write_hint
-from slackwater.publish.delta import Progress, tell_nobody
-from slackwater.publish.draft import Draft, Label, draft_anchor, draft_delta
+from slackwater.publish.commit import Committer, Signs, encode_checked
+from slackwater.publish.delta import Effort, Progress, tell_nobody
+from slackwater.publish.draft import DeltaDraft, Draft, Label, draft_anchor
+from slackwater.publish.folding import Folding
+from slackwater.publish.hint import HintWriter
 from slackwater.publish.mapped import MappedStore
 from slackwater.publish.plan import check_config, check_fits, check_side_files, decide
 from slackwater.publish.published import Published as Published  # noqa: PLC0414 (a part of this interface)
 from slackwater.publish.published import report
 from slackwater.publish.restore import Restored
-from slackwater.publish.upload import Uploads
+from slackwater.publish.upload import Uploads, linkable
+from slackwater.weights.completed import CompletedSource
+from slackwater.weights.file_digests import FileDigests
 from slackwater.weights.image import CONFIG, FolderImage, take_image
-from slackwater.weights.source import Follows, TensorSource
+from slackwater.weights.source import FolderSource, Follows, TensorSource, side_files
 
 _LOG: Final = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class _Wanted:
+    """What a call asks for."""
+
+    source: TensorSource
+    step: int
+    folder: Path | None
+    is_anchor: bool
+    room: int | None
+    """See `slackwater.publish.delta.Effort.room`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Work:
-    """A version of which everything is read: its draft, or the image that an anchor is drafted from."""
+    """A version of which everything is read: what a delta holds of it, or the image that an anchor is drafted from."""
 
     label: Label
     held: Restored | None
     """What it follows."""
-    draft: Draft | None = None
-    image: FolderImage | None = None
+    is_forced: bool
+    """An anchor that was asked for: nothing that is in the bucket is trusted."""
+    read: DeltaDraft | FolderImage
     uploads: Uploads
     began: float
-
-    @property
-    def files(self) -> FolderImage:
-        """The image.
-
-        Raises:
-            InternalError: It is a delta's.
-        """
-        if self.image is None:
-            raise InternalError(f"version {self.label.version} has neither a draft nor an image")
-        return self.image
 
 
 class Publisher:
@@ -71,6 +77,8 @@ class Publisher:
         threads: Threads that encode, and as many that upload.
         baseline_dir: A folder of this publisher's own that holds the committed weights instead of memory, and keeps
             them over a restart: see `slackwater.publish.mapped.MappedStore`.
+        fold_every: Make folds in the background, for late joiners: see `slackwater.publish.folding.due_folds`. Each one
+            reads its versions from the bucket, and takes two models on the disk meanwhile. None makes none.
         signer: Signs each manifest, for readers that trust its key alone: see `slackwater.checkpoint.signature`.
         clock: For the durations in `Published` and the manifest's time.
         progress: Told how far it is, from the thread that encodes or uploads.
@@ -88,6 +96,7 @@ class Publisher:
         level: Level = "fast",
         threads: int = 2,
         baseline_dir: Path | str | None = None,
+        fold_every: int | None = None,
         signer: Signs | None = None,
         clock: Clock | None = None,
         progress: Progress | None = None,
@@ -101,12 +110,17 @@ class Publisher:
         self._anchor_every = anchor_every
         self._level: Level = level
         self._threads = threads
-        self._signer = signer
+        self._committer = Committer(bucket, signer)
         self._clock: Clock = clock or SystemClock()
         self._progress: Progress = progress or tell_nobody
         memory = MemoryStore(bucket, self._run)
         self._mapped = None if baseline_dir is None else MappedStore(Path(baseline_dir), bucket, self._run, memory)
         self._baseline = Baseline(bucket, self._run, self._mapped or memory)
+        self._digests = FileDigests()
+        self._hint = HintWriter(bucket, self._run, self._clock)
+        self._folding = (
+            None if fold_every is None else Folding(bucket, self._run, every=fold_every, level=level, signer=signer)
+        )
         self._background = Background[Published]()
 
     @classmethod
@@ -119,6 +133,7 @@ class Publisher:
         level: Level = "fast",
         threads: int = 2,
         baseline_dir: Path | str | None = None,
+        fold_every: int | None = None,
         signer: Signs | None = None,
         clock: Clock | None = None,
         progress: Progress | None = None,
@@ -136,6 +151,7 @@ class Publisher:
             level=level,
             threads=threads,
             baseline_dir=baseline_dir,
+            fold_every=fold_every,
             signer=signer,
             clock=clock,
             progress=progress,
@@ -161,6 +177,9 @@ class Publisher:
         try:
             self._background.close()
         finally:
+            self._hint.flush()
+            if self._folding is not None:
+                self._folding.close()
             if self._mapped is not None:
                 self._mapped.close()
 
@@ -197,21 +216,25 @@ class Publisher:
 
         Raises:
             InvalidInputError: The source doesn't fit the lineage, or was written meanwhile.
+            ConflictError: The bucket was set back under this publisher: nothing is committed.
+            UnsupportedError: The store ignores create-if-absent; a first version is committed all the same.
             LostRaceError: Another publisher committed this version; it stays so for this publisher.
             UnavailableError: The bucket doesn't answer. If the commit itself was not answered, the next call
                 reads the chain to learn whether it happened.
         """
         self._background.take_turn()
         withdrawal = Withdrawal()
-        return self._finish(self._begin(source, step, folder_files, withdrawal, anchor=anchor), withdrawal, source)
+        wanted = _wanted(source, step, folder_files, is_anchor=anchor, room=None)
+        return self._finish(self._begin(wanted, withdrawal), withdrawal, source)
 
     def publish_async(
         self, source: TensorSource, *, step: int, folder_files: Path | str | None = None, anchor: bool = False
     ) -> Handle[Published]:
         """Publish the next version in the background. The source may be written once this returns.
 
-        A delta is encoded before this returns, in one pass over the source, and an anchor copied; uploads begin
-        meanwhile. Waits for the version before, if that is still on its way.
+        What changed is taken before this returns, in one pass over the source, and an anchor copied. Changes of more
+        than `ROOM_BYTES` are encoded, and begin to be sent, meanwhile. Waits for the version before, if that is still
+        on its way.
 
         Args:
             source: As for `publish`.
@@ -226,63 +249,57 @@ class Publisher:
             InvalidInputError: The source doesn't fit the lineage, or can be published by `publish` alone.
             SlackwaterError: The version before failed, and its handle hasn't told that.
         """
-        if isinstance(source, Follows):
-            raise InvalidInputError(
-                "this source takes over what was committed, so it must not be written before that",
-                hint="use publish(), or publish a StateDictSource in the background",
-            )
+        check_may_wait(source)
         self._background.take_turn()
         withdrawal = Withdrawal()
-        work = self._begin(source, step, folder_files, withdrawal, anchor=anchor)
+        work = self._begin(_wanted(source, step, folder_files, is_anchor=anchor, room=ROOM_BYTES), withdrawal)
         return self._background.start(lambda: self._finish(work, withdrawal, None), withdrawal)
 
-    def _begin(
-        self,
-        source: TensorSource,
-        step: int,
-        folder_files: Path | str | None,
-        withdrawal: Withdrawal,
-        *,
-        anchor: bool,
-    ) -> _Work:
-        """All that reads the source: a delta is encoded, an anchor copied."""
-        if step < 0:
-            raise InvalidInputError(f"step {step} is below 0")
-        self._baseline.sync(with_bits=not anchor)
+    def _begin(self, wanted: _Wanted, withdrawal: Withdrawal) -> _Work:
+        """All that reads the source: an anchor is copied, and of a delta what changed."""
+        if wanted.step < 0:
+            raise InvalidInputError(f"step {wanted.step} is below 0")
+        self._baseline.sync(with_bits=not wanted.is_anchor)
         held, began = self._baseline.held, self._clock.monotonic()
         since = None if held is None else held.version - held.anchor
-        kind = decide(anchor_every=self._anchor_every, since_anchor=since, forced=anchor)
-        if held is not None:
-            check_fits(kind, self.held_specs(), source.specs())
+        kind = decide(anchor_every=self._anchor_every, since_anchor=since, forced=wanted.is_anchor)
+        if held is not None:  # an anchor in turn takes over what it lacks; a forced one trusts nothing that is there
+            check_fits("anchor" if wanted.is_anchor else "delta", self.held_specs(), wanted.source.specs())
         label = Label(
             run=self._run,
             version=Version(0 if held is None else held.version + 1),
-            step=step,
+            step=wanted.step,
             created_at=datetime.fromtimestamp(self._clock.wall(), UTC).isoformat(),
         )
         uploads = Uploads(self._bucket, threads=self._threads, check=withdrawal.check)
         with uploads.or_stop():
             if held is None or kind == "anchor":
-                image = take_image(source, None if folder_files is None else Path(folder_files))
-                check_config(image.files[CONFIG], source.specs())
-                return _Work(label=label, held=held, image=image, uploads=uploads, began=began)
-            draft = self._draft_delta(label, source, held, uploads)
-            return _Work(label=label, held=held, draft=draft, uploads=uploads, began=began)
+                read = self._take_image(wanted, held)
+            else:
+                read = self._compare(wanted, label, held, uploads)
+            return _Work(
+                label=label, held=held, is_forced=wanted.is_anchor, read=read, uploads=uploads, began=began
+            )  # fmt: skip
 
-    def _draft_delta(self, label: Label, source: TensorSource, held: Restored, uploads: Uploads) -> Draft:
-        absent = sorted(held.table.outline.by_name.keys() - source.specs().keys())
-        if absent:
-            _LOG.warning("%d tensors are absent and stay as they are, %s among them", len(absent), absent[0])
-        return draft_delta(
-            label,
-            source,
-            held.table,
-            held.bits,
-            level=self._level,
-            threads=self._threads,
-            put=uploads.put,
-            progress=self._progress,
-        )
+    def _take_image(self, wanted: _Wanted, held: Restored | None) -> FolderImage:
+        source, folder = wanted.source, wanted.folder
+        if held is not None and _tell_absent(self.held_specs(), source.specs()):
+            folder = folder or (source.folder if isinstance(source, FolderSource) else None)
+            source = CompletedSource(source, self.held_specs(), self._baseline.bits)
+        image = take_image(source, folder)
+        check_config(image.files[CONFIG], source.specs())
+        return image
+
+    def _compare(self, wanted: _Wanted, label: Label, held: Restored, uploads: Uploads) -> DeltaDraft:
+        _tell_absent(self.held_specs(), wanted.source.specs())
+        folder = wanted.folder or (wanted.source.folder if isinstance(wanted.source, FolderSource) else None)
+        if folder is not None:
+            check_side_files("delta", held.side_files, self._digests.of(side_files(folder)))
+        effort = Effort(level=self._level, threads=self._threads, room=wanted.room)
+        draft = DeltaDraft(
+            label, wanted.source, held.table, held.bits, effort=effort, put=uploads.put, progress=self._progress
+        )  # fmt: skip
+        return draft.read()
 
     def _finish(self, work: _Work, withdrawal: Withdrawal, source: TensorSource | None) -> Published:
         """All that doesn't: the last uploads, the commit, and the baseline's move.
@@ -293,34 +310,58 @@ class Publisher:
             source: What was read, where it hasn't been written since.
         """
         with work.uploads.or_stop():
-            draft = work.draft or self._draft_anchor(work)
+            draft = self._draft_anchor(work, work.read) if isinstance(work.read, FolderImage) else work.read.finish()
             encoded = self._clock.monotonic()
             body = encode_checked(draft.manifest)
             work.uploads.finish(self._progress)
         withdrawal.begin_commit()
         with self._baseline.committing():
-            commit(self._bucket, draft.manifest, body, self._signer)
+            self._committer.commit(draft.manifest, body, after=None if work.held is None else work.held.tip)
         done = self._clock.monotonic()
         self._move(work, draft, source)
-        write_hint(self._bucket, self._run, draft.manifest.version)
+        self._tell(draft.manifest.version)
         return report(draft.manifest, draft.table, len(body), encode_s=encoded - work.began, upload_s=done - encoded)
 
-    def _draft_anchor(self, work: _Work) -> Draft:
-        draft = draft_anchor(work.label, work.files, threads=self._threads)
+    def _draft_anchor(self, work: _Work, image: FolderImage) -> Draft:
+        known = {} if work.held is None or work.is_forced else linkable(self._bucket, work.held.files)
+        draft = draft_anchor(work.label, image, threads=self._threads, known=known)
         if work.held is not None:
-            check_side_files(work.held.side_files, draft.manifest.side_files)
+            check_side_files("anchor", work.held.side_files, draft.manifest.side_files)
         for ref in draft.manifest.objects:
-            work.uploads.put(ref, draft.bodies[ref.key])
+            if ref.key in draft.bodies:
+                work.uploads.put(ref, draft.bodies[ref.key])
         return draft
 
+    def _tell(self, version: Version) -> None:
+        """Let readers know of a committed version."""
+        self._hint.wrote(version)
+        if self._folding is not None and self._baseline.held is not None:
+            self._folding.committed(version, self._baseline.held.anchor)
+
     def _move(self, work: _Work, draft: Draft, source: TensorSource | None) -> None:
-        if work.held is None or work.image is not None:
-            image = work.files
+        image = work.read
+        if isinstance(image, FolderImage):
             self._baseline.replace(draft.manifest, draft.table, {name: image.bits(name) for name in image.specs()})
-        else:
+        elif work.held is not None:
             if isinstance(source, Follows):
                 with self._baseline.moving():
                     check_unwritten(draft.manifest, draft.table.outline, source)
             self._baseline.advance(work.held, draft, draft.table)
         if isinstance(source, Follows):
             source.committed(draft.manifest.version)
+
+
+def _tell_absent(held: Mapping[str, TensorSpec], new: Mapping[str, TensorSpec]) -> bool:
+    """Whether a source lacks tensors."""
+    absent = sorted(held.keys() - new.keys())
+    if absent:
+        _LOG.warning("%d tensors are absent and stay as they are, %s among them", len(absent), absent[0])
+    return bool(absent)
+
+
+def _wanted(
+    source: TensorSource, step: int, folder: Path | str | None, *, is_anchor: bool, room: int | None
+) -> _Wanted:
+    return _Wanted(
+        source=source, step=step, folder=None if folder is None else Path(folder), is_anchor=is_anchor, room=room
+    )

@@ -6,6 +6,7 @@ has been told so. Where any rank fails nobody commits, and all of them raise.
 
 import hashlib
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,75 +24,48 @@ from slackwater.checkpoint.shards import Shard, build_index, build_shard, cut_sh
 from slackwater.checkpoint.state import StateTable
 from slackwater.checkpoint.tensor import Bits, TensorSpec
 from slackwater.clock import Clock, SystemClock
-from slackwater.errors import InvalidInputError, LostRaceError, SlackwaterError
+from slackwater.errors import InternalError, InvalidInputError, LostRaceError, SlackwaterError
 from slackwater.ids import RunId, Version, run_id
+from slackwater.publish.background import ROOM_BYTES, Background, Handle, Withdrawal, check_may_wait
 from slackwater.publish.baseline import Baseline, check_unwritten
-from slackwater.publish.commit import commit, encode_checked, write_hint
-from slackwater.publish.delta import Progress, tell_nobody
-from slackwater.publish.draft import Draft, Label, draft_anchor, draft_delta
+from slackwater.publish.commit import Committer, Signs, encode_checked
+from slackwater.publish.delta import Effort, Progress, tell_nobody
+from slackwater.publish.draft import DeltaDraft, Draft, Label, draft_anchor
 from slackwater.publish.exchange import Exchange
+from slackwater.publish.hint import HintWriter
 from slackwater.publish.mapped import MappedStore
 from slackwater.publish.merge import check_shares, merge_anchors, merge_deltas
 from slackwater.publish.part import PartStore
 from slackwater.publish.plan import check_config, check_fits, check_side_files, decide
 from slackwater.publish.published import Published, report
 from slackwater.publish.restore import Restored
-from slackwater.publish.upload import Uploads
+from slackwater.publish.turn import STOPPED, Failure, Outcome, Part, Turn
+from slackwater.publish.upload import Uploads, linkable
 from slackwater.weights.image import CONFIG, FolderImage
 from slackwater.weights.source import INDEX_FILE, FolderSource, Follows, TensorSource, side_files
 
 
-class Failure(msgspec.Struct, frozen=True):
-    """An error on its way to other ranks."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Work:
+    """A rank's part, of which everything is read."""
 
-    kind: str
-    message: str
-    hint: str = ""
-    is_unsure: bool = False
-    """Whether the commit may have happened all the same."""
-
-    def error(self) -> SlackwaterError:
-        """The error as it is raised there."""
-        return _kinds().get(self.kind, SlackwaterError)(self.message, hint=self.hint)
-
-
-class _Turn(msgspec.Struct, frozen=True):
-    """What rank 0 decides for all."""
-
-    head: Version | None = None
-    label: tuple[int, str] = (0, "")
-    """Step and time."""
-    anchor: bool = False
-    anchor_every: int = 1
-    failure: Failure | None = None
-
-
-class _Part(msgspec.Struct, frozen=True):
-    """What a rank has ready."""
-
-    manifest: Manifest | None = None
-    names: tuple[str, ...] = ()
-    failure: Failure | None = None
-
-
-class _Outcome(msgspec.Struct, frozen=True):
-    """What became of it."""
-
-    manifest: msgspec.Raw = msgspec.Raw(b"null")
-    failure: Failure | None = None
-
-
-_STOPPED: Final = Failure(kind=SlackwaterError.kind, message="it stopped without telling why; see its log")
+    label: Label
+    held: Restored | None
+    is_forced: bool
+    """An anchor that was asked for: nothing that is in the bucket is trusted."""
+    read: DeltaDraft | FolderImage
+    names: tuple[str, ...]
+    """The rank's tensors."""
+    uploads: Uploads
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Work:
-    """A rank's part, uploaded."""
+class _Started:
+    """A version that all ranks are at: this rank's part, or why it has none."""
 
-    held: Restored | None
-    draft: Draft
-    image: Mapping[str, Bits] | None
-    """An anchor's bits."""
+    work: _Work | None = None
+    failed: SlackwaterError | None = None
+    began: float
 
 
 class RankPublisher:
@@ -110,6 +84,7 @@ class RankPublisher:
         level: As for `slackwater.publish.publisher.Publisher`.
         threads: As there, for each rank.
         baseline_dir: As there; each rank has a folder ``rank-<rank>`` in it.
+        signer: As there; rank 0's signs.
         clock: As there.
         progress: As there.
 
@@ -129,6 +104,7 @@ class RankPublisher:
         level: Level = "fast",
         threads: int = 2,
         baseline_dir: Path | str | None = None,
+        signer: Signs | None = None,
         clock: Clock | None = None,
         progress: Progress | None = None,
     ) -> None:
@@ -150,6 +126,9 @@ class RankPublisher:
         folder = None if baseline_dir is None else Path(baseline_dir) / f"rank-{rank}"
         self._mapped: Final = None if folder is None else MappedStore(folder, bucket, self._run, memory)
         self._baseline: Final = Baseline(bucket, self._run, self._mapped or memory)
+        self._background: Final = Background[Published]()
+        self._committer: Final = Committer(bucket, signer)
+        self._hint: Final = HintWriter(bucket, self._run, self._clock)
 
     @property
     def version(self) -> Version | None:
@@ -157,11 +136,12 @@ class RankPublisher:
         return self._baseline.version
 
     def held_bits(self, name: str) -> Bits:
-        """One of this rank's tensors as it was last committed, flat. Not to be written.
+        """One of this rank's tensors as it was last committed, flat. Not to be written. Waits for a version on its way.
 
         Raises:
             NotFoundError: Nothing is committed yet, or there is no such tensor here.
         """
+        self._background.settle()
         return self._baseline.bits(name)
 
     def held_specs(self) -> Mapping[str, TensorSpec]:
@@ -169,9 +149,17 @@ class RankPublisher:
         return self._baseline.specs
 
     def close(self) -> None:
-        """Let another publisher have the baseline's folder."""
-        if self._mapped is not None:
-            self._mapped.close()
+        """Wait for what is on its way, publish no more, and let another publisher have the baseline's folder.
+
+        Raises:
+            SlackwaterError: What was on its way failed, and its handle hasn't told that.
+        """
+        try:
+            self._background.close()
+        finally:
+            self._hint.flush()
+            if self._mapped is not None:
+                self._mapped.close()
 
     def publish(
         self, source: TensorSource, *, step: int, folder_files: Path | str | None = None, anchor: bool = False
@@ -187,55 +175,111 @@ class RankPublisher:
         Raises:
             InvalidInputError: A source doesn't fit the lineage, or the ranks' tensors aren't together the model, or
                 this source can be published by a single rank alone.
+            ConflictError: The bucket was set back under this publisher: nothing is committed.
+            UnsupportedError: The store ignores create-if-absent; a first version is committed all the same.
             LostRaceError: Another publisher committed this version.
             UnavailableError: The bucket doesn't answer, or a rank is gone.
             SlackwaterError: What another rank failed of.
         """
+        self._background.take_turn()
+        return self._finish(self._start(source, step, folder_files, anchor=anchor, room=None), source)
+
+    def publish_async(
+        self, source: TensorSource, *, step: int, folder_files: Path | str | None = None, anchor: bool = False
+    ) -> Handle[Published]:
+        """Publish the next version in the background, with all other ranks: they call this too.
+
+        The source may be written once this returns, as with `slackwater.publish.publisher.Publisher.publish_async`.
+        The ranks talk meanwhile, so the exchange is theirs alone. What goes wrong on any rank is told by all handles.
+
+        Args:
+            source: As for `publish`.
+            step: As for `publish`.
+            folder_files: As for `publish`.
+            anchor: As for `publish`.
+
+        Returns:
+            Tells when the version is committed, or why it isn't. It can't be cancelled: the others are at it.
+
+        Raises:
+            InvalidInputError: The source can be published by `publish` alone.
+            SlackwaterError: The version before failed, and its handle hasn't told that; or rank 0 can't begin.
+        """
+        check_may_wait(source)
+        self._background.take_turn()
+        withdrawal = Withdrawal()
+        withdrawal.begin_commit()
+        started = self._start(source, step, folder_files, anchor=anchor, room=ROOM_BYTES)
+        return self._background.start(lambda: self._finish(started, None), withdrawal)
+
+    def _start(
+        self, source: TensorSource, step: int, folder_files: Path | str | None, *, anchor: bool, room: int | None
+    ) -> _Started:
+        """Agree on the version and read the source; what that fails of is kept, for the others wait to be told."""
         began = self._clock.monotonic()
         turn = self._agree(step, anchor=anchor)
-        part, work, failed = _Part(failure=_STOPPED), None, None
+        with ExitStack() as interrupted:
+            interrupted.callback(self._settle, Part(failure=STOPPED), None)
+            try:
+                started = _Started(work=self._begin(source, turn, folder_files, room), began=began)
+            except SlackwaterError as error:
+                started = _Started(failed=error, began=began)
+            interrupted.pop_all()
+        return started
+
+    def _finish(self, started: _Started, source: TensorSource | None) -> Published:
+        """All that doesn't read the source: encode, upload, settle, and move the baseline.
+
+        Args:
+            started: What was begun.
+            source: What was read, where it hasn't been written since.
+        """
+        work, failed = started.work, started.failed
+        part, draft = Part(failure=STOPPED), None
         try:
-            work = self._begin(source, turn, folder_files)
-            part = _Part(manifest=work.draft.manifest, names=tuple(source.specs()))
+            if work is not None:
+                draft = self._complete(work)
+                part = Part(manifest=draft.manifest, names=work.names)
         except SlackwaterError as error:
-            failed, part = error, _Part(failure=_failure(error))
+            failed = error
         finally:  # whatever happened: the others wait
             encoded = self._clock.monotonic()
-            outcome = self._settle(part, work)
+            outcome = self._settle(part if failed is None else Part(failure=Failure.of(failed)), work)
         if failed is not None:
             raise failed
-        if work is None or outcome.failure is not None:
-            raise (outcome.failure or _STOPPED).error()
+        if work is None or draft is None or outcome.failure is not None:
+            raise (outcome.failure or STOPPED).error()
         done = self._clock.monotonic()
-        manifest, table = self._move(work, body := bytes(outcome.manifest), source)
-        return report(manifest, table, len(body), encode_s=encoded - began, upload_s=done - encoded)
+        manifest, table = self._move(work, draft, body := bytes(outcome.manifest), source)
+        return report(manifest, table, len(body), encode_s=encoded - started.began, upload_s=done - encoded)
 
-    def _agree(self, step: int, *, anchor: bool) -> _Turn:
+    def _agree(self, step: int, *, anchor: bool) -> Turn:
         """What rank 0 knows of the chain, and wants."""
         sent = None
         if self._rank == 0:
-            turn = _Turn(failure=_STOPPED)
+            turn = Turn(failure=STOPPED)
             try:
                 turn = self._propose(step, anchor=anchor)
             except SlackwaterError as error:
-                turn = _Turn(failure=_failure(error))
+                turn = Turn(failure=Failure.of(error))
             finally:
                 sent = self._exchange.broadcast(msgspec.json.encode(turn))
-        turn = msgspec.json.decode(sent or self._exchange.broadcast(None), type=_Turn)
+        turn = msgspec.json.decode(sent or self._exchange.broadcast(None), type=Turn)
         if turn.failure is not None:
             raise turn.failure.error()
         return turn
 
-    def _propose(self, step: int, *, anchor: bool) -> _Turn:
+    def _propose(self, step: int, *, anchor: bool) -> Turn:
         if step < 0:
             raise InvalidInputError(f"step {step} is below 0")
         created_at = datetime.fromtimestamp(self._clock.wall(), UTC).isoformat()
         head = self._baseline.find_head()
-        return _Turn(head=head, label=(step, created_at), anchor=anchor, anchor_every=self._anchor_every)
+        return Turn(head=head, label=(step, created_at), anchor=anchor, anchor_every=self._anchor_every)
 
-    def _begin(self, source: TensorSource, turn: _Turn, folder_files: Path | str | None) -> _Work:
-        """All that is this rank's own: compare, encode, upload."""
-        self._baseline.sync_to(turn.head, frozenset(source.specs()), with_bits=not turn.anchor)
+    def _begin(self, source: TensorSource, turn: Turn, folder_files: Path | str | None, room: int | None) -> _Work:
+        """All that reads this rank's tensors."""
+        names = tuple(source.specs())
+        self._baseline.sync_to(turn.head, frozenset(names), with_bits=not turn.anchor)
         held = self._baseline.held
         since = None if held is None else held.version - held.anchor
         kind = decide(anchor_every=turn.anchor_every, since_anchor=since, forced=turn.anchor)
@@ -247,28 +291,33 @@ class RankPublisher:
         uploads = Uploads(self._bucket, threads=self._threads, check=_go_on)
         with uploads.or_stop():
             if held is None or kind == "anchor":
-                image = self._image(source, folder_files)
-                draft = draft_anchor(label, image, threads=self._threads)
-                for ref in draft.manifest.objects:
-                    uploads.put(ref, draft.bodies[ref.key])
-                bits = {name: image.bits(name) for name in image.specs()}
+                read = self._image(source, folder_files)
             else:
-                bits = None
-                draft = self._draft_delta(label, source, held, uploads)
-            uploads.finish(self._progress)
-        return _Work(held=held, draft=draft, image=bits)
+                read = self._compare(source, label, held, uploads, room)
+        return _Work(label=label, held=held, is_forced=turn.anchor, read=read, names=names, uploads=uploads)
 
-    def _draft_delta(self, label: Label, source: TensorSource, held: Restored, uploads: Uploads) -> Draft:
-        return draft_delta(
-            label,
-            source,
-            held.table,
-            held.bits,
-            level=self._level,
-            threads=self._threads,
-            put=uploads.put,
-            progress=self._progress,
-        )
+    def _compare(
+        self, source: TensorSource, label: Label, held: Restored, uploads: Uploads, room: int | None
+    ) -> DeltaDraft:
+        effort = Effort(level=self._level, threads=self._threads, room=room)
+        draft = DeltaDraft(
+            label, source, held.table, held.bits, effort=effort, put=uploads.put, progress=self._progress
+        )  # fmt: skip
+        return draft.read()
+
+    def _complete(self, work: _Work) -> Draft:
+        """Upload this rank's part."""
+        with work.uploads.or_stop():
+            if isinstance(work.read, FolderImage):
+                known = {} if work.held is None or work.is_forced else linkable(self._bucket, work.held.files)
+                draft = draft_anchor(work.label, work.read, threads=self._threads, known=known)
+                for ref in draft.manifest.objects:
+                    if ref.key in draft.bodies:
+                        work.uploads.put(ref, draft.bodies[ref.key])
+            else:
+                draft = work.read.finish()
+            work.uploads.finish(self._progress)
+        return draft
 
     def _image(self, source: TensorSource, folder_files: Path | str | None) -> FolderImage:
         """This rank's files: safetensors, and on rank 0 what belongs to the model besides."""
@@ -292,25 +341,25 @@ class RankPublisher:
             raise InvalidInputError(f"an anchor needs a {CONFIG}", hint="name a whole Hugging Face model folder")
         return others
 
-    def _settle(self, part: _Part, work: _Work | None) -> _Outcome:
+    def _settle(self, part: Part, work: _Work | None) -> Outcome:
         """Learn what became of the version; nobody commits unless all ranks have told that they are ready."""
         with self._baseline.committing():
             gathered = self._exchange.gather(msgspec.json.encode(part))
             sent = None
             if gathered is not None:
-                outcome = _Outcome(failure=_STOPPED)
+                outcome = Outcome(failure=STOPPED)
                 try:
-                    outcome = self._commit([msgspec.json.decode(each, type=_Part) for each in gathered], work)
+                    outcome = self._commit([msgspec.json.decode(each, type=Part) for each in gathered], work)
                 except SlackwaterError as error:
-                    outcome = _Outcome(failure=_failure(error))
+                    outcome = Outcome(failure=Failure.of(error))
                 finally:
                     sent = self._exchange.broadcast(msgspec.json.encode(outcome))
-            outcome = msgspec.json.decode(sent or self._exchange.broadcast(None), type=_Outcome)
+            outcome = msgspec.json.decode(sent or self._exchange.broadcast(None), type=Outcome)
             if outcome.failure is not None and outcome.failure.is_unsure:
                 raise outcome.failure.error()
         return outcome
 
-    def _commit(self, parts: list[_Part], work: _Work | None) -> _Outcome:
+    def _commit(self, parts: list[Part], work: _Work | None) -> Outcome:
         for rank, part in enumerate(parts):
             if part.failure is not None:
                 raise msgspec.structs.replace(
@@ -318,28 +367,29 @@ class RankPublisher:
                 ).error()
         manifests = [part.manifest for part in parts if part.manifest is not None]
         if work is None or len(manifests) != len(parts):
-            raise _STOPPED.error()
-        held = work.held
+            raise STOPPED.error()
+        held, image = work.held, work.read
         check_shares([part.names for part in parts], None if held is None else held.table.outline.by_name)
-        if held is None or work.image is not None:
-            manifest = self._merge_anchors(manifests, work)
+        if isinstance(image, FolderImage):
+            manifest = self._merge_anchors(manifests, held, image)
+        elif held is None:
+            raise InternalError("a delta on nothing")
         else:
             manifest = merge_deltas(held.table, manifests)
         body = encode_checked(manifest)
         try:
-            commit(self._bucket, manifest, body)
+            self._committer.commit(manifest, body, after=None if held is None else held.tip)
         except SlackwaterError as error:
             unsure = not isinstance(error, LostRaceError)
-            return _Outcome(failure=msgspec.structs.replace(_failure(error), is_unsure=unsure))
-        write_hint(self._bucket, self._run, manifest.version)
-        return _Outcome(manifest=msgspec.Raw(body))
+            return Outcome(failure=msgspec.structs.replace(Failure.of(error), is_unsure=unsure))
+        self._hint.wrote(manifest.version)
+        return Outcome(manifest=msgspec.Raw(body))
 
-    def _merge_anchors(self, manifests: list[Manifest], work: _Work) -> Manifest:
+    def _merge_anchors(self, manifests: list[Manifest], held: Restored | None, image: FolderImage) -> Manifest:
         specs = {tensor.name: tensor.spec for manifest in manifests for tensor in manifest.tensors}
-        config = manifests[0].objects[manifests[0].files[CONFIG]].key
-        check_config(work.draft.bodies[config], specs)
-        if work.held is not None:
-            check_side_files(work.held.side_files, manifests[0].side_files)
+        check_config(image.files[CONFIG], specs)
+        if held is not None:
+            check_side_files("anchor", held.side_files, manifests[0].side_files)
         index = build_index([shard for manifest in manifests for shard in _shards(manifest)])
         digest = object_digest(index)
         key = anchor_key(self._run, manifests[0].version, hashlib.sha256(digest.encode()).hexdigest()[:16], INDEX_FILE)
@@ -347,20 +397,26 @@ class RankPublisher:
         self._bucket.put(key, index)
         return merge_anchors(manifests, {INDEX_FILE: ref})
 
-    def _move(self, work: _Work, body: bytes, source: TensorSource) -> tuple[Manifest, StateTable]:
-        manifest = decode_manifest(body)
-        if work.held is None or work.image is not None:
+    def _move(self, work: _Work, draft: Draft, body: bytes, source: TensorSource | None) -> tuple[Manifest, StateTable]:
+        manifest, image = decode_manifest(body), work.read
+        if isinstance(image, FolderImage):
             table = StateTable.of_anchor(manifest)
-            self._baseline.replace(manifest, table, work.image or {})
+            self._baseline.replace(manifest, table, {name: image.bits(name) for name in image.specs()})
         else:
-            if isinstance(source, Follows):
-                with self._baseline.moving():
-                    check_unwritten(work.draft.manifest, work.held.table.outline, source)
-            table = work.held.table.after(manifest)
-            self._baseline.advance(work.held, work.draft, table)
+            table = self._advance(work, draft, manifest, source)
         if isinstance(source, Follows):
             source.committed(manifest.version)
         return manifest, table
+
+    def _advance(self, work: _Work, draft: Draft, manifest: Manifest, source: TensorSource | None) -> StateTable:
+        if work.held is None:
+            raise InternalError(f"version {manifest.version} is a delta on nothing")
+        if isinstance(source, Follows):
+            with self._baseline.moving():
+                check_unwritten(draft.manifest, work.held.table.outline, source)
+        table = work.held.table.after(manifest)
+        self._baseline.advance(work.held, draft, table)
+        return table
 
 
 def _go_on() -> None:
@@ -374,18 +430,3 @@ def _shards(anchor: Manifest) -> list[Shard]:
         Shard(file=files[index], specs=tuple(t.spec for t in anchor.tensors if t.object == index))
         for index in sorted({tensor.object for tensor in anchor.tensors})
     ]
-
-
-def _failure(error: SlackwaterError) -> Failure:
-    return Failure(kind=error.kind, message=error.message, hint=error.hint)
-
-
-def _kinds() -> Mapping[str, type[SlackwaterError]]:
-    """The error tree by machine code."""
-    found: dict[str, type[SlackwaterError]] = {}
-    waiting: list[type[SlackwaterError]] = [SlackwaterError]
-    while waiting:
-        kind = waiting.pop()
-        found.setdefault(kind.kind, kind)
-        waiting += kind.__subclasses__()
-    return found

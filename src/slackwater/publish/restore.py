@@ -1,23 +1,31 @@
 """A version's weights, rebuilt from the bucket and proved: what a publisher diffs against after a start."""
 
+import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Final
 
 import numpy as np
 
 from slackwater.bucket.base import Get
 from slackwater.checkpoint.application import apply_taken, places_of, take
 from slackwater.checkpoint.digest import tile_digest
-from slackwater.checkpoint.manifest import AnchorTensor, Manifest
+from slackwater.checkpoint.manifest import AnchorTensor, Manifest, ObjectRef, is_side_file
 from slackwater.checkpoint.outline import Outline
 from slackwater.checkpoint.state import StateTable
 from slackwater.checkpoint.tensor import Bits
-from slackwater.errors import CorruptError
-from slackwater.ids import ObjectDigest, RunId, Version
+from slackwater.errors import CorruptError, NotFoundError, SlackwaterError
+from slackwater.ids import ObjectDigest, RunId, StateDigest, Version
+from slackwater.publish.lineage import Tip, list_versions, read_manifest
 from slackwater.publish.objects import fetch_object
 from slackwater.publish.path import Reads, along, read_path
+
+_LOG: Final = logging.getLogger(__name__)
+_NEAR: Final = 1000
+"""Numbers that are asked for without a listing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,11 +35,24 @@ class Restored:
     version: Version
     anchor: Version
     """The anchor that its chain begins with."""
-    side_files: Mapping[str, ObjectDigest]
-    """Digests of the anchor's config, tokenizer and template."""
+    files: Mapping[str, ObjectRef]
+    """The anchor's."""
     table: StateTable
     bits: Mapping[str, Bits]
     """Every tensor, flat and writable."""
+    broken: Tip | None = None
+    """What is left of it where nothing leads to it any more: ``table`` is an older anchor's then and tells tensors
+    alone, so that an anchor can follow, and no delta."""
+
+    @property
+    def side_files(self) -> Mapping[str, ObjectDigest]:
+        """Digests of the anchor's config, tokenizer and template."""
+        return {name: ref.sha256 for name, ref in self.files.items() if is_side_file(name)}
+
+    @property
+    def tip(self) -> Tip:
+        """What the next version goes on from."""
+        return self.broken or Tip(version=self.version, state=self.table.digest)
 
 
 def restore(bucket: Reads, run: RunId, version: Version) -> Restored:
@@ -62,6 +83,44 @@ def outline(bucket: Get, run: RunId, version: Version) -> Restored:
     return _restored(read_path(bucket, run, version), {})
 
 
+def outline_broken(bucket: Reads, run: RunId, head: Version) -> Restored:
+    """What an anchor needs to know that follows a version which nothing leads to: tensors and side files.
+
+    All anchors of a run have the same, so the newest one at or below it will do whose manifest can be read. It is
+    looked for among the numbers just below and, where a listing shows more, among those.
+
+    Raises:
+        NotFoundError: No anchor's manifest can be read.
+    """
+    near = map(Version, range(max(0, head - _NEAR), head + 1))
+    wanted = {*near, *(version for version in _listed(bucket, run) if version <= head)}
+    for version in sorted(wanted, reverse=True):
+        with suppress(NotFoundError, CorruptError):
+            found = read_manifest(bucket, run, version)
+            if found.kind == "anchor":
+                held = _restored([found], {})
+                return replace(held, version=head, broken=Tip(version=head, state=_state(bucket, run, head)))
+    raise NotFoundError(
+        f"no anchor of {run} can be read at or below version {head}, so its tensors aren't known",
+        hint="start a new run",
+    )
+
+
+def _listed(bucket: Reads, run: RunId) -> list[Version]:
+    try:
+        return list_versions(bucket, run)
+    except SlackwaterError as error:
+        _LOG.info("the manifests of %s can't be listed: %s", run, error)
+        return []
+
+
+def _state(bucket: Get, run: RunId, version: Version) -> StateDigest | None:
+    try:
+        return read_manifest(bucket, run, version).state
+    except (NotFoundError, CorruptError):
+        return None
+
+
 def _restored(chain: Sequence[Manifest], bits: Mapping[str, Bits]) -> Restored:
     table = StateTable.of_anchor(chain[0])
     for manifest in chain[1:]:
@@ -69,7 +128,7 @@ def _restored(chain: Sequence[Manifest], bits: Mapping[str, Bits]) -> Restored:
     return Restored(
         version=chain[-1].version,
         anchor=chain[0].version,
-        side_files=chain[0].side_files,
+        files=chain[0].folder,
         table=table,
         bits=bits,
     )

@@ -4,6 +4,8 @@ A version is kept with its whole chain, down to its anchor; an object is kept wh
 of the deletions is the safety: folds and manifests go first, rising, then the objects that only they named. So at any
 point every manifest that is left has all its objects, and a collection that ends in the middle leaves objects without a
 manifest, which the next one finds.
+
+Writes that were begun and never ended belong to no version: their age alone decides.
 """
 
 import re
@@ -12,7 +14,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Final, Literal
 
-from slackwater.bucket.base import ObjectInfo
+from slackwater.bucket.base import ObjectInfo, Unfinished
 from slackwater.checkpoint.keys import fold_key, head_key, manifest_key, parse_fold_key
 from slackwater.checkpoint.manifest import Manifest
 from slackwater.errors import ConflictError, CorruptError, InvalidInputError, NotFoundError
@@ -38,6 +40,9 @@ _MANIFEST: Final = re.compile(r"manifests/([0-9]{8})\.json")
 _OBJECT: Final = re.compile(
     r"blobs/[0-9a-f]{64}|anchors/[0-9]{8}-[0-9a-f]{16}/(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
 )
+
+_NOT_COLLECTED: Final = re.compile(r"head\.json|signatures/[0-9a-f]{64}\.json")
+"""Of the run's grammar, and not an object that a plan deletes."""
 
 Fold = tuple[Version, Version]
 """The version that a fold is made on, and the one that it leads to."""
@@ -82,6 +87,10 @@ class Contents:
     folds: Mapping[Fold, Manifest]
     now_s: float
     """Seconds since the epoch, by the clock of ``ObjectInfo.modified_s``."""
+    unfinished: Collection[Unfinished] = ()
+    """Writes that were begun and haven't ended."""
+    blind: str | None = None
+    """Why these weren't looked for, and what else removes them; None: they were."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,6 +121,10 @@ class GcPlan:
     keep: tuple[Kept, ...]
     versions: Mapping[Version, Reason]
     """The versions that stay, rising."""
+    abort: tuple[Unfinished, ...]
+    """Unfinished writes of the run that are old, by key."""
+    underway: tuple[Unfinished, ...]
+    """Those that stay, by key: they are young, or of unknown age, and a publisher may be at them."""
 
     @property
     def num_bytes(self) -> int:
@@ -143,11 +156,17 @@ def plan_gc(contents: Contents, policy: Policy) -> GcPlan:
     known = frozenset(ref.key for m in chain(contents.manifests.values(), contents.folds.values()) for ref in m.objects)
     sorter = _Sorter(contents.run, versions, folds, named, known, aged)
     judged = [(item, sorter.judge(item)) for item in sorted(contents.objects, key=lambda item: item.key)]
+    begun = sorted(
+        (upload for upload in contents.unfinished if _is_ours(contents.run, upload.key)),
+        key=lambda upload: (upload.key, upload.upload),
+    )
     doomed = [Doomed(key=item.key, size=item.size, why=why) for item, (why, _) in judged if why]
     return GcPlan(
         delete=tuple(sorted(doomed, key=lambda item: _ORDER[item.why])),
         keep=tuple(Kept(key=item.key, size=item.size, reason=reason) for item, (_, reason) in judged if reason),
         versions=versions,
+        abort=tuple(upload for upload in begun if not aged.guards(upload.started_s)),
+        underway=tuple(upload for upload in begun if aged.guards(upload.started_s)),
     )
 
 
@@ -163,7 +182,10 @@ class _Ages:
 
     def protects(self, key: str) -> Literal["young", "undated"] | None:
         """Whether an object's age keeps it; one that isn't listed has none."""
-        written_s = self._written_s.get(key)
+        return self.guards(self._written_s.get(key))
+
+    def guards(self, written_s: float | None) -> Literal["young", "undated"] | None:
+        """Whether what was written then, or who knows when, stays for its age."""
         if written_s is None:
             return "undated"
         return None if written_s <= self._before_s else "young"
@@ -282,13 +304,22 @@ class _Sorter:
         return (why, None) if reason is None else (None, reason)
 
     def _kind(self, key: str) -> Why | None:
-        run, _, rest = key.partition("/")
-        if run != self._run:
-            return None
-        if _MANIFEST.fullmatch(rest):
-            return "manifest"
-        if parse_fold_key(self._run, key) is not None:
-            return "fold"
-        if _OBJECT.fullmatch(rest):
-            return "object" if key in self._known else "orphan"
+        kind = _kind(self._run, key)
+        return "orphan" if kind == "object" and key not in self._known else kind
+
+
+def _kind(run: RunId, key: str) -> Literal["fold", "manifest", "object"] | None:
+    """What a key of the run's grammar names, of all that a plan may delete."""
+    owner, _, rest = key.partition("/")
+    if owner != run:
         return None
+    if _MANIFEST.fullmatch(rest):
+        return "manifest"
+    if parse_fold_key(run, key) is not None:
+        return "fold"
+    return "object" if _OBJECT.fullmatch(rest) else None
+
+
+def _is_ours(run: RunId, key: str) -> bool:
+    owner, _, rest = key.partition("/")
+    return _kind(run, key) is not None or (owner == run and _NOT_COLLECTED.fullmatch(rest) is not None)

@@ -7,6 +7,7 @@ from slackwater.checkpoint.codec import Level
 from slackwater.clock import Clock
 from slackwater.errors import InvalidInputError, NotFoundError
 from slackwater.ids import RunId, Version
+from slackwater.publish.commit import Signs
 from slackwater.publish.delta import Progress
 from slackwater.publish.lineage import find_head, read_manifest
 from slackwater.publish.published import Published
@@ -25,6 +26,7 @@ def rollback(
     threads: int,
     progress: Progress,
     anchor: bool = False,
+    signer: Signs | None = None,
     clock: Clock | None = None,
 ) -> Published:
     """Publish the state of an old version once more, with its step, as the version after the head.
@@ -41,6 +43,7 @@ def rollback(
         threads: Bodies decoded and encoded at once.
         progress: Told how far it is.
         anchor: Publish an anchor, whatever is due. It needs no bits of the head, so it goes back from a broken one.
+        signer: Signs the new version's manifest.
         clock: For the manifest's time.
 
     Raises:
@@ -60,6 +63,13 @@ def rollback(
     rebuild(bucket, run, to, folder, threads=threads, progress=progress)
     baseline = None if anchor else scratch / "baseline"
     with Publisher(
-        bucket, run, level=level, threads=threads, baseline_dir=baseline, clock=clock, progress=progress
+        bucket,
+        run,
+        level=level,
+        threads=threads,
+        baseline_dir=baseline,
+        signer=signer,
+        clock=clock,
+        progress=progress,
     ) as publisher:
         return publisher.publish(FolderSource(folder), step=old.step, anchor=anchor)

@@ -2,14 +2,15 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Final, Protocol
 
 from slackwater.bucket.base import Get, Put
 from slackwater.checkpoint.manifest import ObjectRef
 from slackwater.errors import CorruptError, NotFoundError
+from slackwater.ids import ObjectDigest
 from slackwater.publish.delta import Progress
 from slackwater.publish.objects import check_object
 
@@ -87,6 +88,20 @@ class Uploads:
                 self._bucket.put(ref.key, memoryview(body))
             undo.pop_all()
         return ref.size
+
+
+def linkable(bucket: Get, files: Mapping[str, ObjectRef]) -> Mapping[ObjectDigest, ObjectRef]:
+    """The files of an earlier anchor that a new one may name: they are there, as long as they should be.
+
+    One byte of each is read, its last: that they are whole was seen when they were uploaded or last read.
+    """
+    found: dict[ObjectDigest, ObjectRef] = {}
+    for ref in files.values():
+        if ref.size:
+            with suppress(NotFoundError, CorruptError):
+                bucket.get_range(ref.key, ref.size - 1, 1)
+                found[ref.sha256] = ref
+    return found
 
 
 def is_there(bucket: Get, ref: ObjectRef) -> bool:

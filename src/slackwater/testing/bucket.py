@@ -4,9 +4,10 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Literal, TypeVar
 
-from slackwater.bucket.base import Bucket, ObjectInfo
+from slackwater.bucket.base import Bucket, ObjectInfo, Unfinished
 from slackwater.bucket.key import check_key, check_prefix, check_range
 from slackwater.errors import CorruptError, NotFoundError
 
@@ -22,6 +23,8 @@ class MemoryBucket:
     def __init__(self, name: str = "test") -> None:
         self._name = name
         self._objects: dict[str, bytes] = {}
+        self._uploads: dict[str, Unfinished] = {}
+        self._numbers = count()
         self._lock = threading.Lock()
 
     @property
@@ -70,6 +73,25 @@ class MemoryBucket:
         """Lose an object, as no bucket should."""
         with self._lock:
             self._objects.pop(key, None)
+
+    def begin(self, key: str, *, started_s: float | None = None) -> Unfinished:
+        """Begin a write that never ends, as a writer leaves it that is killed."""
+        with self._lock:
+            upload = Unfinished(key=check_key(key), upload=f"upload-{next(self._numbers)}", started_s=started_s)
+            self._uploads[upload.upload] = upload
+        return upload
+
+    def unfinished(self, prefix: str) -> Iterator[Unfinished]:
+        """See `slackwater.bucket.base.Abort.unfinished`."""
+        below = check_prefix(prefix) + "/" if prefix else ""
+        with self._lock:
+            return iter([upload for upload in self._uploads.values() if upload.key.startswith(below)])
+
+    def abort(self, upload: Unfinished) -> None:
+        """See `slackwater.bucket.base.Abort.abort`."""
+        check_key(upload.key)
+        with self._lock:
+            self._uploads.pop(upload.upload, None)
 
     def _body(self, key: str) -> bytes:
         with self._lock:

@@ -8,16 +8,18 @@
             return MyBucket(...)   # empty for each test
 
 The suite needs pytest, and the bucket a right to list, get and put below its prefix. Buckets that can also delete,
-swap, or upload in parts inherit from `DeleteTests`, `SwapTests` and `UploadTests` as well.
+swap, or upload in parts inherit from `DeleteTests`, `SwapTests` and `UploadTests` as well; those that find and abort
+what broken writers left, from `AbortTests`, and give a ``begin`` fixture: a `Begin`.
 """
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeAlias
 
 import pytest
 
-from slackwater.bucket.base import Bucket, Delete, Swap, Upload
+from slackwater.bucket.base import Abort, Bucket, Delete, Swap, Unfinished, Upload
 from slackwater.errors import CorruptError, InvalidInputError, NotFoundError
 
 _LARGE: Final = 9 * 1024 * 1024
@@ -48,6 +50,14 @@ HOSTILE_KEYS: Final = (
     "http://169.254.169.254/",
 )
 """Names that no bucket lets near a path or a URL."""
+
+
+Begin: TypeAlias = Callable[[str], None]
+"""Leaves a write of a key behind as a writer does that is killed in its middle."""
+
+
+class AbortingBucket(Bucket, Abort, Protocol):
+    """What `AbortTests` test."""
 
 
 class DeletingBucket(Bucket, Delete, Protocol):
@@ -240,6 +250,78 @@ class DeleteTests:
         assert first is not None
         assert second is not None
         assert first <= second + 1
+
+
+class AbortTests:
+    """Inherit beside `BucketTests` where the bucket finds and aborts unfinished writes; give ``begin`` too."""
+
+    def test_lists_unfinished_writes_by_whole_segments(self, bucket: AbortingBucket, begin: Begin) -> None:
+        """``a`` is not a prefix of ``ab``; an upload of a key that is there, or twice of one, counts for itself."""
+        bucket.put("a/1", b"there")
+        for key in ("a/1", "a/b/2", "a/b/2", "ab/3", "c"):
+            begin(key)
+        assert sorted(upload.key for upload in bucket.unfinished("a")) == ["a/1", "a/b/2", "a/b/2"]
+        assert sorted(upload.key for upload in bucket.unfinished("a/")) == ["a/1", "a/b/2", "a/b/2"]
+        assert sorted(upload.key for upload in bucket.unfinished("")) == ["a/1", "a/b/2", "a/b/2", "ab/3", "c"]
+        assert len({(upload.key, upload.upload) for upload in bucket.unfinished("")}) == 5
+
+    def test_an_unfinished_write_shows_nothing(self, bucket: AbortingBucket, begin: Begin) -> None:
+        """Neither a new object nor a change of an old one; and aborted it takes nothing with it."""
+        bucket.put("m/old", b"kept")
+        begin("m/old")
+        begin("m/new")
+        for upload in list(bucket.unfinished("m")):
+            assert {info.key for info in bucket.list("")} == {"m/old"}
+            bucket.abort(upload)
+        assert list(bucket.unfinished("m")) == []
+        assert bucket.get("m/old", max_bytes=10) == b"kept"
+        with pytest.raises(NotFoundError):
+            bucket.get("m/new", max_bytes=10)
+
+    def test_aborts_one_and_no_other(self, bucket: AbortingBucket, begin: Begin) -> None:
+        """Two writes of one key are two."""
+        for key in ("m/1", "m/1", "m/2"):
+            begin(key)
+        first, *others = sorted(bucket.unfinished(""), key=lambda upload: upload.key)
+        bucket.abort(first)
+        assert set(bucket.unfinished("")) == set(others)
+
+    def test_aborts_what_is_gone_without_a_word(self, bucket: AbortingBucket, begin: Begin) -> None:
+        """Twice is as good as once: two collections may meet, and a write may have ended."""
+        begin("m/1")
+        (upload,) = bucket.unfinished("m")
+        bucket.abort(upload)
+        bucket.put("m/1", b"whole")
+        bucket.abort(upload)
+        assert bucket.get("m/1", max_bytes=10) == b"whole"
+
+    def test_whole_writes_leave_nothing_unfinished(self, bucket: AbortingBucket) -> None:
+        """In parts or not, new or refused."""
+        bucket.put("k", bytes(_LARGE))
+        bucket.put_if_absent("m/1", b"first")
+        bucket.put_if_absent("m/1", b"second")
+        assert list(bucket.unfinished("")) == []
+
+    def test_tells_when_writes_began_by_the_clock_of_listings(self, bucket: AbortingBucket, begin: Begin) -> None:
+        """Garbage collection goes by the store's clock, to a second; who doesn't know it says so."""
+        begin("m/1")
+        bucket.put("m/2", b"x")
+        (upload,), (info,) = bucket.unfinished("m"), bucket.list("m")
+        if upload.started_s is not None:
+            assert info.modified_s is not None
+            assert upload.started_s <= info.modified_s + 1
+
+    def test_finds_nothing_below_an_unknown_prefix(self, bucket: AbortingBucket) -> None:
+        """No error: the bucket is there."""
+        assert list(bucket.unfinished("absent")) == []
+
+    def test_refuses_to_abort_a_hostile_key(self, bucket: AbortingBucket) -> None:
+        """A8-04, before anything is walked or sent."""
+        with pytest.raises(InvalidInputError):
+            bucket.unfinished("../")
+        for key in HOSTILE_KEYS:
+            with pytest.raises(InvalidInputError):
+                bucket.abort(Unfinished(key=key, upload="0123456789abcdef"))
 
 
 class SwapTests:

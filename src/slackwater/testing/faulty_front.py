@@ -209,7 +209,10 @@ class _Handler(BaseHTTPRequestHandler):
     def _exchange(self) -> None:
         with contextlib.suppress(ConnectionError):  # the client has gone
             headers = tuple(pair for pair in self.headers.items() if pair[0].lower() not in _HOP)
-            body = self.rfile.read(int(self.headers.get("content-length") or 0))
+            length = int(self.headers.get("content-length") or 0)
+            body = self.rfile.read(length)
+            if len(body) < length:
+                raise ConnectionError  # in the middle of its request
             request = Request(method=self.command, target=self.path, headers=headers, body=body)
             self._send(cast("_Server", self.server).serve(request))
             return

@@ -3,57 +3,108 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, TypeVar
 
 import numpy as np
 
 from slackwater.checkpoint.application import places_at, take
-from slackwater.checkpoint.bundles import Batch, Bundle, batches
+from slackwater.checkpoint.bundles import Batch, batches
+from slackwater.checkpoint.capture import Captured, capture
 from slackwater.checkpoint.codec import EncodedBody, Level, encode_body
 from slackwater.checkpoint.digest import tile_digest
 from slackwater.checkpoint.element_sum import element_sum, seed_of
+from slackwater.checkpoint.nans import has_nan
 from slackwater.checkpoint.outline import Outline
 from slackwater.checkpoint.state import StateTable
 from slackwater.checkpoint.tensor import Bits
-from slackwater.errors import InvalidInputError
-from slackwater.weights.source import TensorSource
+from slackwater.weights.glimpse import Glimpse, glimpse
+from slackwater.weights.source import Shows, TensorSource
 
 _AHEAD: Final = 4
-"""Bodies in flight per thread: enough to keep it busy, few enough to hold little."""
+"""Items in flight per thread: enough to keep it busy, few enough to hold little."""
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 
-def diff(
-    source: TensorSource, outline: Outline, baseline: Mapping[str, Bits], *, level: Level, threads: int
-) -> Iterator[tuple[Batch, list[EncodedBody]]]:
-    """Compare ``source`` with ``baseline``, which has all its tensors with equal specs.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compared:
+    """A batch of bundles whose source has been read."""
 
-    Yields each batch of bundles with the bodies of those that change, in order, whichever thread is done first.
+    batch: Batch
+    bundles: tuple[tuple[Captured | None, ...], ...]
+    """What changed, for each tile of each bundle."""
+    glimpses: tuple[Glimpse, ...]
+    """Some of what was read, where the source may be written meanwhile."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory held."""
+        return sum(tile.num_bytes for bundle in self.bundles for tile in bundle if tile is not None)
+
+
+def compare(
+    source: TensorSource, outline: Outline, baseline: Mapping[str, Bits], *, threads: int
+) -> Iterator[Compared]:
+    """Read ``source`` once, beside ``baseline``, which has all its tensors with equal specs. Yields batches in order.
+
+    Raises:
+        InvalidInputError: A tensor's bits aren't those of its spec.
     """
     planned = list(batches(outline, source.specs()))
     # Some sources make a tensor when it is read, and a large one is read tile by tile.
     read = lru_cache(maxsize=threads + 1)(source.bits)
+    shown = source.shows if isinstance(source, Shows) else _nothing
 
-    def encode(bundle: Bundle) -> EncodedBody | None:
-        places = places_at(outline, bundle)
-        olds, lives = take(places, baseline.__getitem__), take(places, read)
-        # Private copies: what is written meanwhile may spoil this version, never the chain.
-        encoded = encode_body(places, olds, [bits.copy() for bits in lives], level)
-        for tile in () if encoded is None else encoded.tiles:
-            if tile_digest(lives[places.index(tile.place)]) != tile.post:
-                raise InvalidInputError(
-                    f"{tile.place} was written while it was encoded",
-                    hint="let publish() return before the next optimizer step",
-                )
-        return encoded
+    def look(number: int) -> tuple[Captured | None, Glimpse | None]:
+        spec, tile = outline.place(number)
+        bits = read(spec.name)
+        seen = glimpse(spec.name, tile, bits) if shown(spec.name) else None  # before the rest: it may be written
+        return capture(tile, baseline[spec.name], bits), seen
 
-    found = _in_order((bundle for batch in planned for bundle in batch), encode, threads)
+    found = _in_order((number for batch in planned for bundle in batch for number in bundle), look, threads)
     for batch in planned:
-        bodies = [next(found) for _ in batch]
-        yield batch, [body for body in bodies if body is not None]
+        bundles = [[next(found) for _ in bundle] for bundle in batch]
+        yield Compared(
+            batch=batch,
+            bundles=tuple(tuple(captured for captured, _ in bundle) for bundle in bundles),
+            glimpses=tuple(seen for bundle in bundles for _, seen in bundle if seen is not None),
+        )
+
+
+def encode(
+    compared: Iterable[Compared], outline: Outline, baseline: Mapping[str, Bits], *, level: Level, threads: int
+) -> Iterator[list[EncodedBody]]:
+    """Encode what `compare` read; yields for each batch the bodies that change something, whichever is done first.
+
+    Args:
+        compared: Batches.
+        outline: The run's.
+        baseline: What they were compared with.
+        level: How much time to spend for how many bytes.
+        threads: Bodies encoded at once.
+    """
+    waiting = list(compared)
+
+    def work(bundle: Sequence[int], tiles: Sequence[Captured | None]) -> EncodedBody | None:
+        if all(tile is None for tile in tiles):
+            return None
+        places = places_at(outline, bundle)
+        olds = take(places, baseline.__getitem__)
+        news = [old if tile is None else tile.onto(old) for old, tile in zip(olds, tiles, strict=True)]
+        return encode_body(places, olds, news, level)
+
+    pairs = (pair for item in waiting for pair in zip(item.batch, item.bundles, strict=True))
+    found = _in_order(pairs, lambda pair: work(*pair), threads)
+    for item in waiting:
+        bodies = [next(found) for _ in item.batch]
+        yield [body for body in bodies if body is not None]
+
+
+def _nothing(_: str) -> bool:
+    return False
 
 
 def hash_source(source: TensorSource, *, threads: int) -> StateTable:
@@ -66,6 +117,13 @@ def hash_source(source: TensorSource, *, threads: int) -> StateTable:
         return tile_digest(bits), element_sum(seed_of(spec.name), tile, bits)
 
     return table_of(outline, list(_in_order(range(outline.num_tiles), digests, threads)))
+
+
+def find_nans(source: TensorSource, *, threads: int) -> list[str]:
+    """The tensors that hold NaN, by rising name."""
+    specs = source.specs()
+    found = _in_order(specs, lambda name: has_nan(specs[name].dtype, source.bits(name)), threads)
+    return [name for name, is_nan in zip(specs, found, strict=True) if is_nan]
 
 
 def table_of(outline: Outline, found: Sequence[tuple[int, int]]) -> StateTable:

@@ -69,6 +69,15 @@ class Follows(Protocol):
         ...
 
 
+@runtime_checkable
+class Shows(Protocol):
+    """A source that may show memory which its owner writes, instead of copies of it."""
+
+    def shows(self, name: str) -> bool:
+        """Whether `TensorSource.bits` gives a view of one tensor, so that reading it again costs nothing."""
+        ...
+
+
 class ShardSource:
     """Tensors in safetensors files that are mapped or held in memory.
 
@@ -96,6 +105,10 @@ class ShardSource:
         """See `TensorSource.bits`. A view of the file; writable where the buffer is."""
         file, slot = self._find(name)
         return slot.bits(self._buffers[file])
+
+    def shows(self, name: str) -> bool:
+        """See `Shows.shows`."""
+        return name in self._slots
 
     def place(self, name: str) -> tuple[str, int]:
         """The file that holds a tensor, and its first byte in it.

@@ -49,6 +49,11 @@ class StateDictSource:
         flat = self._tensors[name].detach().cpu().contiguous().reshape(-1)
         return flat.view(torch.uint8).numpy().view(self._specs[name].bits_dtype)
 
+    def shows(self, name: str) -> bool:
+        """See `slackwater.weights.source.Shows.shows`: tensors in plain host memory."""
+        tensor = self._tensors.get(name)
+        return tensor is not None and tensor.device.type == "cpu" and tensor.is_contiguous()
+
 
 def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
     if not isinstance(tensor, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance] : a caller's slip

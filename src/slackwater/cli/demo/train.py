@@ -55,7 +55,7 @@ async def run_trainer(settings: TrainSettings, keys: Keys) -> None:
     tell(Phase(name="ready"))
     policy = Policy(folder, GrpoConfig())
     publisher = Publisher.open(open_bucket(settings.bucket, create=True), settings.run, threads=settings.threads)
-    with settings.record.open("w", encoding="utf-8") as record:
+    with publisher, settings.record.open("w", encoding="utf-8") as record:
         async with RolloutClient(settings.gateway, keys.inference, model=MODEL_NAME) as client:
             loop = Loop(
                 config=LoopConfig(steps=settings.steps, seed=settings.seed),

@@ -1,0 +1,41 @@
+"""Options that several commands share."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from slackwater.cli.typed import one_of
+
+BucketUrl = Annotated[str, typer.Option("--bucket", help="s3://bucket/prefix, gs://…, az://…, or a directory.")]
+OptionalBucket = Annotated[
+    str | None, typer.Option("--bucket", help="Bucket in which run/12 is a version and run/3..7 a fold.")
+]
+RunName = Annotated[str, typer.Option("--run", help="Name of the lineage: one training run.")]
+Host = Annotated[str, typer.Option(help="Address to listen on.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")]
+Threads = Annotated[int, typer.Option(min=1, max=256, help="Tiles worked on at once.")]
+LevelName = Annotated[
+    Literal["fast", "wan"],
+    typer.Option(
+        "--level",
+        parser=one_of("fast", "wan"),
+        metavar="fast|wan",
+        help="wan: more time, and fewer bytes on trained weights; on random ones it saves none.",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")]
+Top = Annotated[int, typer.Option(min=0, help="Tensors to list; --json lists all.")]
+Old = Annotated[str, typer.Argument(metavar="OLD", help="The state before: a model folder, or run/12 with --bucket.")]
+Snapshot = Annotated[
+    str,
+    typer.Argument(metavar="SNAPSHOT", help="A model or delta folder, or run/12 or run/3..7 with --bucket."),
+]
+Supervised = Annotated[bool, typer.Option("--supervised", help="End when standard input ends.", hidden=True)]
+SignWith = Annotated[
+    Path | None, typer.Option("--sign-with", metavar="PEM", help="Ed25519 private key that signs what is committed.")
+]
+Trust = Annotated[
+    list[Path] | None,
+    typer.Option("--trust", metavar="PEM", help="Take of the bucket what this public key signed; repeat for each."),
+]
