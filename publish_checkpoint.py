@@ -27,6 +27,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--run", required=True, help="the run's name, never used for another run")
     parser.add_argument("--step", type=int, default=0, help="the trainer's step, for people")
     parser.add_argument("--anchor", action="store_true", help="publish the whole folder, where a delta would do")
+    parser.add_argument("--files", type=Path, help="take config and tokenizer from this folder: the run's first one")
     parser.add_argument("--level", choices=["fast", "wan"], default="fast", help="wan: fewer bytes, more work")
     parser.add_argument("--baseline-dir", type=Path, help="keep the last version here, to read none from the bucket")
     parser.add_argument("--sign-with", type=Path, help="an Ed25519 private key in PEM, which signs the version")
@@ -46,7 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         with Publisher(
             bucket, options.run, level=options.level, baseline_dir=options.baseline_dir, signer=signer
         ) as publisher:
-            published = publisher.publish(FolderSource(options.folder), step=options.step, anchor=options.anchor)
+            published = publisher.publish(
+                FolderSource(options.folder), step=options.step, folder_files=options.files, anchor=options.anchor
+            )
     except SlackwaterError as error:
         sys.stderr.write(f"{error}\n")
         return 1

@@ -66,6 +66,7 @@ def publish(
     step: Annotated[int, typer.Option(min=0, help="The trainer's step, for people.")] = 0,
     anchor: Annotated[bool, typer.Option("--anchor", help="Publish an anchor even where a delta would do.")] = False,
     partial: Annotated[bool, typer.Option("--partial", help="Tensors that FOLDER lacks stay as they are.")] = False,
+    files: Annotated[Path | None, typer.Option(help="Take config and tokenizer from this folder instead.")] = None,
     level: LevelName = "fast",
     threads: Annotated[int, typer.Option(min=1, max=256, help="Threads that encode and upload.")] = 2,
     fold_every: Annotated[int | None, typer.Option("--fold-every", min=1, help=_FOLD_EVERY)] = None,
@@ -81,7 +82,7 @@ def publish(
     from slackwater.cli.publish import PublishSettings, fold_after, missing_directory, publish_folder
     from slackwater.cli.show import show_published
 
-    settings = PublishSettings(level=level, threads=threads, sign_with=sign_with, trust=trust or ())
+    settings = PublishSettings(level=level, threads=threads, files=files, sign_with=sign_with, trust=trust or ())
     missing = missing_directory(bucket)
     with Bars() as bars:
         published = publish_folder(

@@ -39,6 +39,8 @@ class PublishSettings:
     """How much time to spend for how many bytes."""
     threads: int = 2
     """Threads that encode and upload."""
+    files: Path | None = None
+    """A folder whose config and tokenizer are taken instead of the published folder's."""
     sign_with: Path | None = None
     """File of the private key that signs what is committed."""
     trust: Sequence[Path] = ()
@@ -79,12 +81,12 @@ def publish_folder(
     source, signer = FolderSource(folder), signer_of(settings.sign_with)
     name = run_id(run)
     bucket = open_trusted(bucket_url, settings.trust, create=True)
-    publisher = Publisher(
-        bucket, name, level=settings.level, threads=settings.threads, signer=signer, progress=progress
-    )  # fmt: skip
     if not partial and not anchor:  # an anchor that lacks some is refused anyway
         _check_whole(bucket, name, source)
-    return publisher.publish(source, step=step, anchor=anchor)
+    with Publisher(
+        bucket, name, level=settings.level, threads=settings.threads, signer=signer, progress=progress
+    ) as publisher:
+        return publisher.publish(source, step=step, folder_files=settings.files, anchor=anchor)
 
 
 def fold_after(

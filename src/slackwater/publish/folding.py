@@ -48,10 +48,8 @@ def due_folds(version: Version, anchor: Version, every: int) -> tuple[Span, ...]
 
     A delta lies under at most 1 + log2(*K*) folds, and under half as many on average: even if no element changed
     twice, all folds together were at most 1 + log2(*K*) / 2 times the bytes of the deltas. Elements do change twice,
-    so that bytes grow slower than versions. Where *n* versions change n^0.79 times the elements of one, as measured at
-    a learning rate of 1e-6, the ladder of 48 versions by 8 takes about the bytes of their deltas, and a reader of
-    version 47 reads 0.6 of its deltas' bytes. Folds that all begin at the anchor would save that reader 8 % more, and
-    cost up to (*K* + 1) / 2 times the deltas, which has no bound.
+    so that bytes grow slower than versions. Folds that all begin at the anchor would spare a reader some more, and cost
+    up to (*K* + 1) / 2 times the deltas, which has no bound.
 
     Args:
         version: Committed just now.
