@@ -146,6 +146,12 @@ def test_a_folder_that_is_none_is_told(tmp_path: Path) -> None:
             reader(tmp_path / "missing")
 
 
+def test_what_a_trainer_notes_beside_a_model_is_no_part_of_it(tmp_path: Path) -> None:
+    for name in ("config.json", "trainer_state.json", "all_results.json", "eval_results.json", "my_results.json"):
+        (tmp_path / name).write_text("{}")
+    assert list(side_files(tmp_path)) == ["config.json", "my_results.json"]
+
+
 @pytest.mark.parametrize("cut", [1, 4096])
 def test_a1_18_a_short_shard_is_named(tmp_path: Path, cut: int) -> None:
     folder(tmp_path, {"a": torch.zeros(4096, dtype=torch.bfloat16)})

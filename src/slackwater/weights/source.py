@@ -22,6 +22,8 @@ _MAX_INDEX_BYTES: Final = 256 * 1024 * 1024
 
 _SIDE_SUFFIXES: Final = frozenset({".json", ".jinja", ".txt", ".model", ".tiktoken"})
 _PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)+")
+_OF_TRAINERS: Final = re.compile(r"trainer_state\.json|(all|train|eval|test|predict)_results\.json")
+"""What Hugging Face's Trainer writes beside a model, anew at each step."""
 _PICKLED_SUFFIXES: Final = frozenset({".bin", ".pt", ".pth", ".pkl", ".ckpt"})
 
 
@@ -222,4 +224,5 @@ def side_files(folder: Path) -> Mapping[str, Path]:
 
 def _is_side_file(path: Path) -> bool:
     plain = _PLAIN_NAME.fullmatch(path.name) is not None and not path.name.endswith(".index.json")
-    return plain and path.suffix in _SIDE_SUFFIXES and path.is_file()
+    own = _OF_TRAINERS.fullmatch(path.name) is None
+    return plain and own and path.suffix in _SIDE_SUFFIXES and path.is_file()
