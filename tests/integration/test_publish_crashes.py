@@ -51,9 +51,9 @@ class Shape:
 SHAPES: Final = (
     Shape(committed=0, anchor_every=50, objects=5),
     Shape(committed=2, anchor_every=50, objects=1),
-    Shape(committed=1, anchor_every=1, objects=5),
+    Shape(committed=1, anchor_every=1, objects=2),
 )
-"""The first anchor, a delta on a delta, and a later anchor."""
+"""The first anchor, a delta on a delta, and a later anchor, which links what isn't weights."""
 PLACES: Final[tuple[tuple[Shape, int, Moment], ...]] = tuple(
     (shape, call, moment) for shape in SHAPES for call in range(shape.objects + 3) for moment in KILLS
 )

@@ -1,3 +1,4 @@
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -7,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from states_rig import RUN, WIDE, bits, publish_states, tell_nobody, write_states
 
-from slackwater.bucket.base import Bucket
+from slackwater.bucket.base import Bucket, ObjectInfo
 from slackwater.checkpoint.chain import plan_path
 from slackwater.checkpoint.codec import Level
 from slackwater.checkpoint.digest import object_digest
-from slackwater.checkpoint.keys import fold_key, manifest_key, parse_fold_key
+from slackwater.checkpoint.keys import anchor_key, fold_key, manifest_key, parse_fold_key
 from slackwater.checkpoint.manifest import Manifest
 from slackwater.errors import AuthError, CorruptError, InvalidInputError, NotFoundError, UnavailableError
 from slackwater.ids import Version
@@ -63,6 +64,23 @@ def restored(bucket: Bucket, number: int) -> dict[str, bytes]:
 def rebuilt(bucket: Bucket, number: int, folder: Path, start: Rebuilt | None = None) -> Rebuilt:
     folder.mkdir()
     return rebuild(bucket, RUN, Version(number), folder, threads=2, progress=tell_nobody, start=start)
+
+
+class Unlisting(MemoryBucket):
+    """Another bucket's objects, of which a listing lacks some."""
+
+    def __init__(self, bucket: MemoryBucket, lacks: str) -> None:
+        super().__init__()
+        self._whole, self._lacks = bucket, lacks
+
+    def get(self, key: str, *, max_bytes: int) -> bytes:
+        return self._whole.get(key, max_bytes=max_bytes)
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        return self._whole.get_range(key, start, length)
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        return (item for item in self._whole.list(prefix) if self._lacks not in item.key)
 
 
 def spoil(bucket: MemoryBucket, key: str, place: int = -1) -> None:
@@ -232,6 +250,56 @@ def test_a_fold_never_leads_past_a_newer_anchor_but_from_what_is_held(bucket: Me
     assert path_of(bucket, 5, held=3) == [(4, 3), (5, 4)]
     assert path_of(bucket, 5, held=2) == [(3, 2), (4, 3), (5, 4)]
     assert path_of(bucket, 4) == [(4, None)]
+
+
+@pytest.mark.parametrize(("number", "held", "lists"), [(4, None, 0), (0, None, 0), (3, 3, 0), (5, None, 2), (4, 3, 2)])
+def test_nothing_is_listed_where_no_step_is_needed(
+    bucket: MemoryBucket, tmp_path: Path, number: int, held: int | None, lists: int
+) -> None:
+    folded(bucket, 0, 3, tmp_path / "03")
+    watched = FaultyBucket(bucket)
+    path_of(watched, number, held)
+    assert watched.count("list") == lists
+
+
+def test_only_the_manifests_of_the_path_are_read(bucket: MemoryBucket, tmp_path: Path) -> None:
+    folded(bucket, 0, 3, tmp_path / "03")
+    bucket.delete(manifest_key(RUN, Version(2)))
+    watched = FaultyBucket(bucket)
+    assert path_of(watched, 3) == [(0, None), (3, 0)]
+    assert (watched.count("get", "/manifests/"), watched.count("get", "/folds/")) == (2, 1)
+    with pytest.raises(NotFoundError, match="version 2 isn't there"):
+        read_path(bucket, RUN, Version(3))
+
+
+def test_files_of_an_anchor_that_lost_its_race_hide_no_fold(bucket: MemoryBucket, tmp_path: Path) -> None:
+    folded(bucket, 0, 3, tmp_path / "03")
+    for key in (anchor_key(RUN, Version(2), "0" * 16, "config.json"), "run/anchors/00000001-0/config.json"):
+        bucket.put(key, b"{}")
+    assert path_of(bucket, 3) == [(0, None), (3, 0)]
+
+
+def test_an_anchor_that_a_listing_lacks_is_passed_by_a_fold_alone(
+    bucket: MemoryBucket, states: list[Path], tmp_path: Path
+) -> None:
+    unlisted = Unlisting(bucket, "/anchors/00000004-")
+    folded(bucket, 3, 5, tmp_path / "35")
+    assert path_of(unlisted, 5) == [(0, None), (1, 0), (2, 1), (3, 2), (5, 3)]
+    assert restored(unlisted, 5) == bits(states[5])
+    bucket.delete(fold_key(RUN, Version(3), Version(5)))
+    folded(bucket, 0, 3, tmp_path / "03")
+    assert path_of(unlisted, 5) == [(4, None), (5, 4)]
+    assert path_of(Unlisting(bucket, "/anchors/"), 3) == [(0, None), (1, 0), (2, 1), (3, 2)]
+
+
+def test_a_fold_on_another_state_is_left_aside(
+    bucket: MemoryBucket, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    manifest = folded(bucket, 0, 2, tmp_path / "02").manifest
+    wrong = msgspec.structs.replace(manifest, state=read_manifest(bucket, RUN, Version(1)).state)
+    bucket.put(fold_key(RUN, Version(0), Version(2)), msgspec.json.encode(wrong))
+    assert path_of(bucket, 3) == [(0, None), (1, 0), (2, 1), (3, 2)]
+    assert "version 2 of run doesn't make the state that version 3 is made on" in caplog.text
 
 
 @pytest.mark.parametrize("part", ["manifest", "state", "object", "gone"])

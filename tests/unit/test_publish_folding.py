@@ -157,6 +157,8 @@ def test_a_joiner_at_version_47_reads_an_anchor_and_few_folds(bucket: MemoryBuck
     watched = FaultyBucket(bucket)
     assert bits_at(watched, LAST) == state
     assert watched.count("get", "/folds/") == 2
+    assert watched.count("get", "/manifests/") == 1 + LAST - 40  # of the anchor, and of each delta
+    assert watched.count("list") == 2
     anchor = len(read_manifest(bucket, RUN, Version(0)).objects)
     read = [*(read_fold(bucket, RUN, Version(start), Version(end)) for start, end in ((0, 32), (32, 40)))]
     read += [read_manifest(bucket, RUN, Version(number)) for number in range(41, LAST + 1)]

@@ -1,9 +1,9 @@
 """Which manifests lead from the version held to the version wanted."""
 
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Literal, NoReturn
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
+from typing import Final, Literal, NoReturn
 
 from slackwater.errors import NotFoundError
 from slackwater.ids import Version
@@ -13,6 +13,9 @@ KindOf = Callable[[Version], Literal["anchor", "delta"] | None]
 
 FoldsTo = Callable[[Version], Iterable[Version]]
 """The earlier versions from which a fold leads to a version."""
+
+MAX_LISTED: Final = 100_000
+"""Versions that `plan_listed` goes through at most: a number far above the run's others costs no memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +71,49 @@ def plan_path(held: Version | None, target: Version, kind_of: KindOf, folds_to: 
     if anchor is None:
         _unreachable(target, gap)
     return Path(anchor=anchor, deltas=_onwards(following, anchor))
+
+
+def plan_listed(
+    held: Version | None,
+    target: Version,
+    kind_of: Callable[[Version], Literal["anchor", "delta"]],
+    folds_to: FoldsTo,
+    anchors: Collection[Version],
+) -> Path | None:
+    """Plan as `plan_path` does, by listings, and ask no version what it is but those that may be anchors.
+
+    The others are taken for deltas that are there: whoever goes along the path finds out. Without a way on from what is
+    held, it begins with the newest anchor at or below the target, and no fold leads past that.
+
+    Args:
+        held: The version at hand; None where there is none.
+        target: The version wanted.
+        kind_of: What a version is.
+        folds_to: The folds that may be used.
+        anchors: All versions that may be anchors.
+
+    Returns:
+        The path; None where no anchor is known at or below the target, or only one more than `MAX_LISTED` below.
+    """
+
+    def onto(start: Version) -> Path | None:
+        if target - start > MAX_LISTED:
+            return None
+        return plan_path(
+            start,
+            target,
+            lambda version: kind_of(version) if version in anchors else "delta",
+            lambda end: [before for before in folds_to(end) if before >= start],
+        )
+
+    if held is not None and held <= target:
+        path = onto(held)
+        if path is not None and path.anchor is None:
+            return path
+    below = (version for version in sorted(anchors, reverse=True) if version <= target)
+    anchor = next((version for version in below if kind_of(version) == "anchor"), None)
+    path = None if anchor is None else onto(anchor)
+    return None if path is None else replace(path, anchor=anchor)
 
 
 def _befores(version: Version, kind: Literal["anchor", "delta"], folds_to: FoldsTo) -> list[Version]:
