@@ -1,35 +1,27 @@
 """Against an S3 server on a real socket, with boto3 as the independent reader and writer."""
 
 import json
-import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from s3_rig import HASTY, MIB, Role, acting, body_of, fronting, url_of
 
-from slackwater.bucket.base import Abort, Bucket, Delete
+from slackwater.bucket.base import Bucket, Delete
 from slackwater.bucket.open import open_bucket, probe
-from slackwater.bucket.patience import Patience
 from slackwater.bucket.selftest import examine
 from slackwater.bucket.verdict import Mode, Outcome, Probe, Verdict, judge
-from slackwater.checkpoint.digest import object_digest
-from slackwater.checkpoint.keys import blob_key
-from slackwater.cli.attended import Attended
 from slackwater.cli.doctor import report
-from slackwater.cli.gc import LEAST_AGE_S, collect_garbage
 from slackwater.cli.publish import publish_folder
-from slackwater.cli.scratch import Scratch
 from slackwater.clock import SystemClock
 from slackwater.errors import AuthError, CorruptError, NotFoundError, UnavailableError, UnsupportedError
 from slackwater.ids import RunId, Version
 from slackwater.publish.restore import restore
-from slackwater.publish.retention import Policy
 from slackwater.testing.bucket import Gate
 from slackwater.testing.faulty_front import FaultyFront, Rule
 from slackwater.testing.http_faults import (
@@ -54,8 +46,6 @@ from slackwater.testing.http_faults import (
 )
 from slackwater.testing.tiny_model import write_tiny_model
 
-MIB = 1024 * 1024
-HASTY = Patience(deadline_s=20, attempts=12, first_wait_s=0.002, longest_wait_s=0.02, renewal_s=0.002)
 RENEWING = replace(HASTY, renewal_s=0.15)
 IMPATIENT = replace(HASTY, idle_s=0.8)
 DENY_DELETION = {
@@ -66,10 +56,8 @@ DENY_DELETION = {
 
 @pytest.fixture
 def front(s3_client: Any, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyFront]:
-    """Between us and the server; boto3's client goes past it."""
     assert s3_client is not None
-    with FaultyFront(s3_endpoint) as front:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", front.url)
+    with fronting(s3_endpoint, monkeypatch) as front:
         yield front
 
 
@@ -84,14 +72,8 @@ def gate(front: FaultyFront) -> Iterator[Gate]:
 
 @pytest.fixture
 def bucket(front: FaultyFront, s3_bucket_name: str) -> Bucket:
-    """Ours, through the front."""
     assert front.count() == 0
-    return open_bucket(f"s3://{s3_bucket_name}/runs", patience=HASTY)
-
-
-def body_of(s3_client: Any, name: str, key: str) -> bytes:
-    """What boto3 reads."""
-    return s3_client.get_object(Bucket=name, Key=f"runs/{key}")["Body"].read()
+    return open_bucket(url_of(s3_bucket_name), patience=HASTY)
 
 
 def judged(bucket: Bucket) -> tuple[Verdict, dict[Probe, Outcome]]:
@@ -99,31 +81,9 @@ def judged(bucket: Bucket) -> tuple[Verdict, dict[Probe, Outcome]]:
     return verdict, {ruling.finding.probe: ruling.finding.outcome for ruling in verdict.rulings}
 
 
-class Role:
-    """The service from which a machine in the cloud has its credentials: each reading gives the token of the moment."""
-
-    def __init__(self) -> None:
-        self.token = "old"
-
-    def __call__(self, request: Request, forward: Forward) -> Reply:
-        del forward
-        if request.method == "PUT":
-            return Reply(body=b"session")
-        if request.target.endswith("/security-credentials/"):
-            return Reply(body=b"role")
-        soon = (datetime.now(UTC) + timedelta(seconds=60)).strftime("%Y-%m-%dT%H:%M:%SZ")
-        keys = {"AccessKeyId": "k", "SecretAccessKey": "s", "Token": self.token, "Expiration": soon}
-        words = {"Code": "Success", "Type": "AWS-HMAC", "LastUpdated": soon}
-        return Reply(headers=(("content-type", "application/json"),), body=json.dumps({**keys, **words}).encode())
-
-
 @pytest.fixture
 def role(monkeypatch: pytest.MonkeyPatch) -> Iterator[Role]:
-    role = Role()
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.delenv(name)
-    with FaultyFront("http://127.0.0.1:1", Rule(role, times=None)) as service:
-        monkeypatch.setenv("AWS_METADATA_ENDPOINT", service.url)
+    with acting(monkeypatch) as role:
         yield role
 
 
@@ -143,7 +103,7 @@ def test_boto3_reads_what_we_write_below_the_prefix(s3_client: Any, s3_bucket_na
 
 def test_we_read_what_boto3_writes(s3_client: Any, s3_bucket_name: str) -> None:
     s3_client.put_object(Bucket=s3_bucket_name, Key="runs/demo/head.json", Body=b'{"version": 3}')
-    bucket = open_bucket(f"s3://{s3_bucket_name}/runs")
+    bucket = open_bucket(url_of(s3_bucket_name))
     assert bucket.get("demo/head.json", max_bytes=100) == b'{"version": 3}'
     assert bucket.get_range("demo/head.json", 12, 1) == b"3"
     assert bucket.put_if_absent("demo/head.json", b"ours") is False
@@ -153,7 +113,7 @@ def test_a_listing_of_more_than_a_page_is_whole(s3_client: Any, s3_bucket_name: 
     for number in range(45):
         s3_client.put_object(Bucket=s3_bucket_name, Key=f"runs/m/{number:08d}.json", Body=b"x")
     assert s3_client.list_objects_v2(Bucket=s3_bucket_name)["IsTruncated"] is True
-    bucket = open_bucket(f"s3://{s3_bucket_name}/runs")
+    bucket = open_bucket(url_of(s3_bucket_name))
     assert [info.key for info in bucket.list("m")] == [f"m/{number:08d}.json" for number in range(45)]
 
 
@@ -178,7 +138,7 @@ def test_a_key_without_the_right_to_delete_publishes_and_reads(
     s3_client: Any, s3_bucket_name: str, front: FaultyFront, bucket: Bucket, tmp_path: Path
 ) -> None:
     s3_client.put_bucket_policy(Bucket=s3_bucket_name, Policy=json.dumps(DENY_DELETION))
-    url, run = f"s3://{s3_bucket_name}/runs", RunId("demo")
+    url, run = url_of(s3_bucket_name), RunId("demo")
     for version in range(3):
         folder = write_tiny_model(tmp_path / str(version), seed=version)
         published = publish_folder(folder, url, run, step=version)
@@ -193,7 +153,7 @@ def test_a_key_without_the_right_to_delete_leaves_one_small_object_of_the_self_t
     s3_client: Any, s3_bucket_name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     s3_client.put_bucket_policy(Bucket=s3_bucket_name, Policy=json.dumps(DENY_DELETION))
-    report(f"s3://{s3_bucket_name}/runs", mode=Mode.PUBLISH, as_json=True)
+    report(url_of(s3_bucket_name), mode=Mode.PUBLISH, as_json=True)
     said = json.loads(capsys.readouterr().out)
     (left,) = s3_client.list_objects_v2(Bucket=s3_bucket_name)["Contents"]
     assert (left["Key"], left["Size"] < 100) == (f"runs/{said['left']}", True)
@@ -245,7 +205,7 @@ def test_the_self_test_survives_trouble(front: FaultyFront, bucket: Bucket) -> N
 def test_a_store_that_ignores_preconditions_is_refused_by_name(front: FaultyFront, s3_bucket_name: str) -> None:
     front.add(Rule(ignore_preconditions(), times=None))
     with pytest.raises(UnsupportedError, match=rf"s3://{s3_bucket_name}/runs can't be used to publish") as refused:
-        report(f"s3://{s3_bucket_name}/runs", mode=Mode.PUBLISH, as_json=True)
+        report(url_of(s3_bucket_name), mode=Mode.PUBLISH, as_json=True)
     assert "If-None-Match" in refused.value.hint
 
 
@@ -261,7 +221,7 @@ def test_f05_a_creation_whose_answer_was_lost_is_found_by_reading_it_back(
 def test_f05_a_creation_without_an_answer_is_made_again(
     front: FaultyFront, s3_bucket_name: str, gate: Gate, *, after: bool
 ) -> None:
-    bucket = open_bucket(f"s3://{s3_bucket_name}/runs", patience=IMPATIENT)
+    bucket = open_bucket(url_of(s3_bucket_name), patience=IMPATIENT)
     front.add(Rule(hold(gate, after=after), "PUT"))
     assert bucket.put_if_absent("m/1", b"ours") is not after
     assert bucket.get("m/1", max_bytes=10) == b"ours"
@@ -312,7 +272,7 @@ def test_f19_a_store_that_stays_away_is_told_within_bounds(front: FaultyFront, b
 
 
 def test_f21_a_body_that_stops_coming_goes_on_by_range(front: FaultyFront, s3_bucket_name: str, gate: Gate) -> None:
-    bucket = open_bucket(f"s3://{s3_bucket_name}/runs", patience=IMPATIENT)
+    bucket = open_bucket(url_of(s3_bucket_name), patience=IMPATIENT)
     body = bytes(range(200)) * 10
     bucket.put("k", body)
     front.add(Rule(stall(gate, 700), "GET"))
@@ -366,7 +326,7 @@ def test_f25_a6_03_an_object_of_another_writer_stays(
 def test_f26_a6_05_a_role_changes_its_token_in_mid_upload_and_no_part_is_sent_twice(
     s3_client: Any, s3_bucket_name: str, front: FaultyFront, role: Role
 ) -> None:
-    bucket = open_bucket(f"s3://{s3_bucket_name}/runs", patience=RENEWING)
+    bucket = open_bucket(url_of(s3_bucket_name), patience=RENEWING)
 
     def change(request: Request, forward: Forward) -> Reply | None:
         role.token = "new"
@@ -384,7 +344,7 @@ def test_f26_a6_05_a_role_changes_its_token_in_mid_upload_and_no_part_is_sent_tw
 def test_f26_a_token_that_expired_too_early_is_read_anew(
     s3_client: Any, s3_bucket_name: str, front: FaultyFront, role: Role
 ) -> None:
-    bucket = open_bucket(f"s3://{s3_bucket_name}/runs", patience=RENEWING)
+    bucket = open_bucket(url_of(s3_bucket_name), patience=RENEWING)
 
     def expire(request: Request, forward: Forward) -> Reply | None:
         role.token = "new"
@@ -456,137 +416,6 @@ def test_a_part_whose_answer_was_lost_is_sent_again(
     body = bytes(range(256)) * (80 * 1024)
     bucket.put("k", body)
     assert body_of(s3_client, s3_bucket_name, "k") == body
-
-
-def test_f02_an_upload_that_fails_for_good_is_aborted_and_shows_nothing(
-    s3_client: Any, s3_bucket_name: str, front: FaultyFront, bucket: Bucket
-) -> None:
-    front.add(Rule(refuse(503), "PUT", "partNumber=2", times=None))
-    with pytest.raises(UnavailableError):
-        bucket.put("k", bytes(20 * MIB))
-    assert front.count("DELETE", "?uploadId") == 1
-    assert "Contents" not in s3_client.list_objects_v2(Bucket=s3_bucket_name)
-
-
-def dated(key: str, began: datetime) -> Fault:
-    """The server dates every upload alike, years ago: this one's is set."""
-
-    def meet(request: Request, forward: Forward) -> Reply | None:
-        reply = forward(request)
-        date = began.strftime("%Y-%m-%dT%H:%M:%S.000Z").encode()
-
-        def set_date(found: re.Match[bytes]) -> bytes:
-            mine = f"<Key>{key}</Key>".encode() in found[0]
-            return re.sub(rb"(<Initiated>)[^<]*", rb"\g<1>" + date, found[0]) if mine else found[0]
-
-        return reply and replace(reply, body=re.sub(rb"(?s)<Upload>.*?</Upload>", set_date, reply.body))
-
-    return meet
-
-
-def begin(s3_client: Any, name: str, key: str) -> None:
-    """What boto3 leaves of an upload that never ends."""
-    upload = s3_client.create_multipart_upload(Bucket=name, Key=key)["UploadId"]
-    s3_client.upload_part(Bucket=name, Key=key, UploadId=upload, PartNumber=1, Body=bytes(1000))
-
-
-def left_over(s3_client: Any, name: str) -> list[str]:
-    return sorted(item["Key"] for item in s3_client.list_multipart_uploads(Bucket=name).get("Uploads", ()))
-
-
-@pytest.fixture
-def work() -> Iterator[Attended]:
-    with Scratch() as scratch:
-        yield Attended(scratch=scratch, tell=lambda _stage, _done, _total: None)
-
-
-def test_f02_gc_lists_unfinished_uploads_and_aborts_the_old_ones_of_its_run(
-    s3_client: Any, s3_bucket_name: str, front: FaultyFront, tmp_path: Path, work: Attended
-) -> None:
-    url, run = f"s3://{s3_bucket_name}/runs", RunId("demo")
-    publish_folder(write_tiny_model(tmp_path / "model"), url, run, step=0)
-    old, young = (blob_key(run, object_digest(body)) for body in (b"old", b"young"))
-    others = [
-        f"runs/demo2/blobs/{'0' * 64}", f"demo/blobs/{'0' * 64}", "runs/demo/notes.txt", f"runs/other/blobs/{'0' * 64}",
-    ]  # fmt: skip
-    for key in (f"runs/{old}", f"runs/{young}", *others):
-        begin(s3_client, s3_bucket_name, key)
-    front.add(Rule(dated(f"runs/{young}", datetime.now(UTC) - timedelta(hours=23)), "GET", "?uploads", times=None))
-    before = left_over(s3_client, s3_bucket_name)
-    dry = collect_garbage(url, run, Policy(), delete=False, work=work)
-    assert ([item.key for item in dry.plan.abort], [item.key for item in dry.plan.underway]) == ([old], [young])
-    assert (dry.blind, left_over(s3_client, s3_bucket_name)) == (None, before)
-    done = collect_garbage(url, run, Policy(), delete=True, work=work)
-    assert done.collected is not None
-    assert (done.collected.num_aborted, front.count("DELETE")) == (1, 1)
-    assert left_over(s3_client, s3_bucket_name) == sorted([f"runs/{young}", *others])
-
-
-def test_f02_gc_never_aborts_the_upload_of_a_live_publisher(
-    s3_client: Any, s3_bucket_name: str, front: FaultyFront, bucket: Bucket, gate: Gate, tmp_path: Path, work: Attended
-) -> None:
-    """First in the middle of the run's first version, then of a later one."""
-    url, run = f"s3://{s3_bucket_name}/runs", RunId("demo")
-    body = bytes(range(256)) * (80 * 1024)
-    key = blob_key(run, object_digest(body))
-    front.add(
-        Rule(hold(gate), "PUT", "partNumber=2"),
-        Rule(dated(f"runs/{key}", datetime.now(UTC)), "GET", "?uploads", times=None),
-    )
-    with ThreadPoolExecutor(1) as pool:
-        upload = pool.submit(bucket.put, key, body)
-        assert gate.reached.wait(30)
-        with pytest.raises(NotFoundError, match="no version"):
-            collect_garbage(url, run, Policy(min_age_s=LEAST_AGE_S), delete=True, work=work)
-        publish_folder(write_tiny_model(tmp_path / "model"), url, run, step=0)
-        done = collect_garbage(url, run, Policy(min_age_s=LEAST_AGE_S), delete=True, work=work)
-        assert [item.key for item in done.plan.underway] == [key]
-        assert left_over(s3_client, s3_bucket_name) == [f"runs/{key}"]
-        gate.open()
-        upload.result(30)
-    assert (front.count("DELETE"), front.count("POST", "?uploads")) == (0, 1)
-    assert body_of(s3_client, s3_bucket_name, key) == body
-
-
-def test_f02_an_upload_that_is_aborted_under_its_writer_is_made_anew(
-    s3_client: Any, s3_bucket_name: str, front: FaultyFront, bucket: Bucket, gate: Gate
-) -> None:
-    """Whoever takes too short a minimum age costs a publisher time, and nothing else."""
-    assert isinstance(bucket, Abort)
-    body = bytes(range(256)) * (80 * 1024)
-    front.add(Rule(hold(gate), "PUT", "partNumber=2"))
-    with ThreadPoolExecutor(1) as pool:
-        writer = pool.submit(bucket.put, "demo/k", body)
-        assert gate.reached.wait(30)
-        (upload,) = bucket.unfinished("demo")
-        bucket.abort(upload)
-        gate.open()
-        writer.result(30)
-    assert front.count("POST", "?uploads") == 2
-    assert body_of(s3_client, s3_bucket_name, "demo/k") == body
-    assert left_over(s3_client, s3_bucket_name) == []
-
-
-def test_gc_without_the_right_to_list_uploads_says_so_and_collects(
-    s3_bucket_name: str, front: FaultyFront, tmp_path: Path, work: Attended
-) -> None:
-    url, run = f"s3://{s3_bucket_name}/runs", RunId("demo")
-    publish_folder(write_tiny_model(tmp_path / "model"), url, run, step=0)
-    front.add(Rule(refuse(403, "AccessDenied"), "GET", "?uploads", times=None))
-    done = collect_garbage(url, run, Policy(), delete=True, work=work)
-    assert done.collected is not None
-    assert done.blind is not None
-    assert "AccessDenied" in done.blind
-
-
-def test_uploads_are_found_with_the_credentials_of_a_role(
-    s3_client: Any, s3_bucket_name: str, front: FaultyFront, role: Role
-) -> None:
-    begin(s3_client, s3_bucket_name, "runs/demo/k")
-    bucket = open_bucket(f"s3://{s3_bucket_name}/runs", patience=HASTY)
-    assert isinstance(bucket, Abort)
-    assert [upload.key for upload in bucket.unfinished("demo")] == ["demo/k"]
-    assert front.seen[-1].request.header("x-amz-security-token") == role.token
 
 
 def test_a6_01_a_hot_name_is_written_in_the_end(

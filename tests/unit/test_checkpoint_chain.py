@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slackwater.checkpoint.chain import Path, plan_path
+from slackwater.checkpoint.chain import MAX_LISTED, Path, plan_listed, plan_path
 from slackwater.errors import NotFoundError
 from slackwater.ids import Version
 
@@ -124,3 +124,74 @@ def test_every_path_ends_at_the_target_without_gaps(text: str, held: int | None,
     assert [*found.deltas] == list(range(start + 1, target + 1))
     assert all(kind_of(version) == "delta" for version in found.deltas)
     assert found.anchor is None or kind_of(found.anchor) == "anchor"
+
+
+def planned(
+    held: int | None, target: int, text: str, folds: Folds, listed: set[int]
+) -> tuple[Path | None, list[Version]]:
+    """The path by listings, and the versions that were asked what they are."""
+    asked: list[Version] = []
+
+    def kind_of(version: Version) -> Literal["anchor", "delta"]:
+        asked.append(version)
+        return "anchor" if text[version] == "a" else "delta"
+
+    base, maybe = None if held is None else Version(held), {Version(number) for number in listed}
+    return plan_listed(base, Version(target), kind_of, folding(folds), maybe), asked
+
+
+@pytest.mark.parametrize(
+    ("held", "target", "text", "folds", "listed", "expected", "asked"),
+    [
+        (None, 5, "addddd", {(0, 4)}, {0}, path(0, 4, 5), {0}),
+        (None, 5, "addadd", {(0, 5)}, {0, 3}, path(3, 4, 5), {3}),
+        (None, 5, "addddd", {(0, 5)}, {0, 3}, path(0, 5), {0, 3}),
+        (None, 5, "addddd", {(0, 5)}, {0, 3, 9}, path(0, 5), {0, 3}),
+        (None, 5, "addadd", {(0, 5)}, {0}, path(0, 5), {0}),
+        (0, 5, "addadd", {(0, 5)}, {0, 3}, path(None, 5), set[int]()),
+        (1, 5, "addadd", {(0, 5)}, {0, 3}, path(3, 4, 5), {3}),
+        (2, 5, "addadd", {(2, 3)}, {0, 3}, path(None, 3, 4, 5), {3}),
+        (9, 2, "addadd", {(0, 2)}, {0, 3}, path(0, 2), {0}),
+        (5, 5, "addadd", {(0, 5)}, {0, 3}, path(None), set[int]()),
+        (None, 5, "addadd", {(0, 5)}, set[int](), None, set[int]()),
+        (None, 5, "dddddd", {(0, 5)}, {2}, None, {2}),
+    ],
+)
+def test_by_listings_only_versions_that_may_be_anchors_are_asked_about(
+    held: int | None, target: int, text: str, folds: Folds, listed: set[int], expected: Path | None, asked: set[int]
+) -> None:
+    found, questions = planned(held, target, text, folds, listed)
+    assert (found, set(questions)) == (expected, asked)
+
+
+@given(
+    st.text("ad", max_size=9).map(lambda text: "a" + text),
+    st.one_of(st.none(), st.integers(0, 9)),
+    st.sets(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=6),
+    st.sets(st.integers(0, 9)),
+    st.data(),
+)
+def test_a_path_by_listings_is_as_short_as_any_and_begins_with_the_newest_anchor(
+    text: str, held: int | None, folds: Folds, more: set[int], data: st.DataObject
+) -> None:
+    target = data.draw(st.integers(0, len(text) - 1))
+    anchors = {number for number, kind in enumerate(text) if kind == "a"}
+    found, _ = planned(held, target, text, folds, anchors | {number for number in more if number < len(text)})
+    assert found is not None
+    base = None if held is None else Version(held)
+    wanted = plan_path(base, Version(target), chain(text), folding(folds))
+    if wanted.anchor is not None:
+        newest = Version(max(number for number in anchors if number <= target))
+        assert found.anchor == newest
+        wanted = plan_path(newest, Version(target), chain(text), folding(folds))
+    else:
+        assert found.anchor is None
+    assert len(found.deltas) == len(wanted.deltas)
+
+
+def test_a_number_far_above_the_anchor_is_not_planned_for() -> None:
+    far, near = Version(MAX_LISTED + 1), Version(MAX_LISTED)
+    folds = folding({(0, far), (0, near)})
+    for held in (None, Version(0)):
+        assert plan_listed(held, far, lambda _: "anchor", folds, {Version(0)}) is None
+    assert plan_listed(None, near, lambda _: "anchor", folds, {Version(0)}) == path(0, near)

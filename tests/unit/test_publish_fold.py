@@ -253,7 +253,7 @@ def test_a_fold_never_leads_past_a_newer_anchor_but_from_what_is_held(bucket: Me
 
 
 @pytest.mark.parametrize(("number", "held", "lists"), [(4, None, 0), (0, None, 0), (3, 3, 0), (5, None, 2), (4, 3, 2)])
-def test_nothing_is_listed_where_no_step_is_needed(
+def test_listings_are_asked_for_where_steps_are_needed_alone(
     bucket: MemoryBucket, tmp_path: Path, number: int, held: int | None, lists: int
 ) -> None:
     folded(bucket, 0, 3, tmp_path / "03")

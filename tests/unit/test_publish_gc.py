@@ -1,8 +1,10 @@
 import json
 import os
 import secrets
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -10,16 +12,18 @@ from typing import Literal
 import msgspec
 import pytest
 import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from publish_rig import RUN, all_bits, model_folder
 from states_rig import tell_nobody
 
-from slackwater.bucket.base import ObjectInfo, Unfinished
+from slackwater.bucket.base import Bucket, ObjectInfo, Unfinished
 from slackwater.bucket.local import LocalBucket
 from slackwater.checkpoint.chain import plan_path
 from slackwater.checkpoint.digest import object_digest
 from slackwater.checkpoint.keys import anchor_key, blob_key, fold_key, head_key, manifest_key, signature_key
+from slackwater.checkpoint.signature import Signer, TrustedKeys
 from slackwater.cli.attended import Attended
 from slackwater.cli.gc import LEAST_AGE_S, Garbage, collect_garbage, parse_age, show_garbage
 from slackwater.cli.scratch import Scratch
@@ -41,6 +45,7 @@ from slackwater.publish.lineage import HeadHint, find_head, read_manifest
 from slackwater.publish.publisher import Publisher
 from slackwater.publish.restore import restore
 from slackwater.publish.retention import Contents, GcPlan, Policy, plan_gc
+from slackwater.publish.signed import SignedBucket
 from slackwater.testing.bucket import MemoryBucket
 from slackwater.testing.clock import ManualClock
 from slackwater.weights.state_dict import StateDictSource
@@ -104,9 +109,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model_folder(tmp_path_factory.mktemp("model") / "folder")
 
 
-def publish(bucket: MemoryBucket, folder: Path, kinds: str, values: list[int] | None = None) -> list[Bits]:
+def publish(
+    bucket: Bucket, folder: Path, kinds: str, values: list[int] | None = None, signer: Signer | None = None
+) -> list[Bits]:
     """Publish a version for each letter, ``a`` an anchor; returns their bits. Between two an hour passes."""
-    publisher = Publisher(bucket, RUN, anchor_every=1000, threads=1, clock=ManualClock())
+    publisher = Publisher.open(bucket, RUN, anchor_every=1000, threads=1, clock=ManualClock(), signer=signer)
     made: list[Bits] = []
     for number, kind in enumerate(kinds):
         source = StateDictSource(state(1.0, values[number] if values else number, 2.0))
@@ -331,6 +338,117 @@ def test_folds_are_collected_with_their_ends(bucket: AgingBucket, tmp_path: Path
     left = {item.key for item in bucket.list("demo/folds")}
     assert left == {fold_key(RUN, Version(6), Version(7))}
     assert restored(bucket, 7)
+
+
+# Signatures
+
+SIGNER = Signer(Ed25519PrivateKey.generate().private_bytes_raw())
+
+
+@pytest.fixture
+def signed(folder: Path) -> AgingBucket:
+    """As ``bucket``, signed."""
+    bucket = AgingBucket()
+    publish(bucket, folder, "addaddad", signer=SIGNER)
+    return aged(bucket)
+
+
+def signatures(bucket: AgingBucket) -> set[str]:
+    return {key for key in keys(bucket) if "/signatures/" in key}
+
+
+def signatures_of(bucket: AgingBucket, manifests: Iterable[str]) -> set[str]:
+    return {signature_key(RUN, object_digest(bucket.get(key, max_bytes=2**20))) for key in manifests}
+
+
+def trusted(bucket: AgingBucket) -> SignedBucket:
+    return SignedBucket(bucket, TrustedKeys([SIGNER.public_key]))
+
+
+def test_signatures_go_with_what_they_sign(signed: AgingBucket, tmp_path: Path) -> None:
+    for start, end in ((0, 2), (6, 7)):
+        scratch = tmp_path / f"{start}"
+        scratch.mkdir()
+        fold(
+            signed, RUN, Version(start), Version(end),
+            scratch=scratch, level="fast", threads=1, progress=tell_nobody, signer=SIGNER,
+        )  # fmt: skip
+    before = signatures(aged(signed))
+    assert len(before) == 8 + 1  # the fold over one version is its delta, byte for byte
+    of_none = signature_key(RUN, object_digest(b"never committed"))
+    signed.put(of_none, b"{}")
+    collected(signed)
+    assert of_none in keys(signed)  # young
+    kept = [manifest_key(RUN, Version(6)), manifest_key(RUN, Version(7)), fold_key(RUN, Version(6), Version(7))]
+    assert signatures(signed) - {of_none} == signatures_of(signed, kept) < before
+    assert restore(trusted(signed), RUN, Version(7)).version == 7
+    collected(aged(signed))
+    assert signatures(signed) == signatures_of(signed, kept)
+
+
+def test_a_signed_manifest_that_is_left_has_its_signature_wherever_a_collection_ends(signed: AgingBucket) -> None:
+    signed.deletions_left = 0
+    while True:
+        signed.deletions_left += 1
+        try:
+            collected(signed)
+        except AuthError:
+            left = [key for key in keys(signed) if "/manifests/" in key]
+            assert signatures_of(signed, left) <= signatures(signed)
+        else:
+            break
+    assert len(signatures(signed)) == 2
+
+
+def test_the_signature_of_a_version_that_is_committed_meanwhile_is_spared(signed: AgingBucket, folder: Path) -> None:
+    """Its publisher was killed between both, days ago, and goes on from there."""
+    ahead = AgingBucket()
+    for item in list(signed.list("")):
+        ahead.put(item.key, signed.get(item.key, max_bytes=item.size))
+    with Publisher.open(ahead, RUN, threads=1, clock=ManualClock(), signer=SIGNER) as publisher:
+        publisher.publish(StateDictSource(state(1.0, 9.0, 2.0)), step=8, folder_files=folder)
+    for key in keys(ahead) - keys(signed) - {manifest_key(RUN, Version(8))}:
+        signed.put(key, ahead.get(key, max_bytes=2**20))
+    point_at_head(aged(signed), RUN)
+    plan = plan_gc(surveyed(signed), NEWEST)
+    manifest = ahead.get(manifest_key(RUN, Version(8)), max_bytes=2**20)
+    signature = signature_key(RUN, object_digest(manifest))
+    assert signature in {item.key for item in plan.delete}
+    signed.put_if_absent(manifest_key(RUN, Version(8)), manifest)
+    assert signature in collect(signed, RUN, plan, threads=1, progress=tell_nobody).spared
+    assert read_manifest(trusted(signed), RUN, Version(8)).version == 8
+
+
+@pytest.mark.parametrize("forger", [None, Signer(Ed25519PrivateKey.generate().private_bytes_raw())])
+def test_a_forged_newer_anchor_makes_a_collection_with_keys_refuse_and_delete_nothing(
+    folder: Path, tmp_path: Path, forger: Signer | None
+) -> None:
+    root, key = tmp_path / "bucket", tmp_path / "key.pub"
+    key.write_text(SIGNER.public_key)
+    bucket = LocalBucket(root, create=True)
+    publish(bucket, folder, "adada", signer=SIGNER)
+    publish(bucket, folder, "aaa", signer=forger)
+    then = time.time() - 9 * DAY_S
+    for path in root.rglob("*"):
+        if path.is_file():
+            os.utime(path, (then, then))
+    before = {item.key for item in bucket.list("")}
+    policy = Policy(keep_last=1, keep_anchors=1)
+    with Scratch() as scratch:
+        work = Attended(scratch=scratch, tell=tell_nobody)
+        for delete in (False, True):
+            with pytest.raises(CorruptError, match=r"00000005\.json can't be read, .* signed"):
+                collect_garbage(str(root), RUN, policy, delete=delete, work=work, trust=[key])
+            assert {item.key for item in bucket.list("")} == before
+        words = ("gc", "--bucket", root, "--run", RUN, "--keep", "1", "--delete", "--trust", key)
+        command = [sys.executable, "-m", "slackwater.cli.main", *map(str, words)]
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=100)
+        assert (done.returncode, "00000005.json can't be read" in done.stderr) == (1, True)
+        assert {item.key for item in bucket.list("")} == before
+        for number in (5, 6, 7):
+            (root / manifest_key(RUN, Version(number))).unlink()
+        assert collect_garbage(str(root), RUN, policy, delete=True, work=work, trust=[key]).plan.versions == {4: "head"}
+    assert {item.key for item in bucket.list("demo/manifests")} == {manifest_key(RUN, Version(4))}
 
 
 # What broken writers left

@@ -1,9 +1,12 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from slackwater.bucket.base import ObjectInfo
-from slackwater.checkpoint.keys import anchor_key, blob_key, fold_key, head_key, manifest_key
+from slackwater.checkpoint.digest import object_digest
+from slackwater.checkpoint.keys import anchor_key, blob_key, fold_key, head_key, manifest_key, signature_key
 from slackwater.checkpoint.manifest import FORMAT, Manifest, ObjectRef, Parent
 from slackwater.errors import ConflictError, CorruptError, InvalidInputError, NotFoundError
 from slackwater.ids import ObjectDigest, RunId, StateDigest, Version
@@ -72,7 +75,24 @@ def contents(
         for key, size in keys.items()
         if key not in without
     ]
-    return Contents(run=RUN, objects=listing, manifests={m.version: m for m in manifests}, folds=read, now_s=NOW_S)
+    signed = [*(manifest_key(RUN, m.version) for m in manifests), *(fold_key(RUN, *fold) for fold in read)]
+    return Contents(
+        run=RUN,
+        objects=listing,
+        manifests={m.version: m for m in manifests},
+        folds=read,
+        digests={key: digest_of(key) for key in signed},
+        now_s=NOW_S,
+    )
+
+
+def digest_of(key: str) -> ObjectDigest:
+    """What stands for the SHA-256 of a manifest's bytes."""
+    return object_digest(key.encode())
+
+
+def signature_of(key: str) -> str:
+    return signature_key(RUN, digest_of(key))
 
 
 def gone(plan: GcPlan) -> list[str]:
@@ -160,6 +180,10 @@ def test_young_objects_stay_and_those_without_any_manifest_go_when_they_are_old(
         "run/anchors/00000000-0000000000000000/a..b",
         "run/anchors/00000000-0000000000000000",
         "run/head.json.old",
+        f"run/signatures/{'0' * 63}.json",
+        f"run/signatures/{'0' * 64}",
+        f"run/signatures/{'0' * 64}.json.old",
+        f"other/signatures/{'0' * 64}.json",
     ],
 )
 def test_what_is_no_key_of_this_run_is_never_deleted(key: str) -> None:
@@ -177,6 +201,41 @@ def test_a_fold_stays_while_both_of_its_ends_do_and_goes_before_anything_else() 
     assert plan.delete[0].why == "fold"
     assert blob("far").key in gone(plan)
     assert not {blob("near").key, blob("young").key, fold_key(RUN, Version(4), Version(6))} & {*gone(plan)}
+
+
+def test_signatures_stay_with_what_they_sign_and_go_after_it() -> None:
+    near, far = delta(5, blob("near"), base=4), delta(5, blob("far"), base=1)
+    signed = [*manifest_keys(*range(6)), fold_key(RUN, Version(4), Version(5)), fold_key(RUN, Version(1), Version(5))]
+    of_none, young = signature_of("nothing"), signature_of("a manifest that is about to be committed")
+    signatures = (*map(signature_of, signed), of_none, young)
+    plan = plan_gc(contents(chain("addadd"), near, far, more=signatures, ages={young: DAY_S - 1}), NEWEST)
+    going = [*manifest_keys(0, 1, 2), fold_key(RUN, Version(1), Version(5))]
+    assert {item.key for item in plan.delete if item.why == "signature"} == {*map(signature_of, going), of_none}
+    assert {item.key for item in plan.delete if item.why in {"manifest", "fold"}} == {*going}
+    order = gone(plan)
+    assert all(order.index(key) < order.index(signature_of(key)) for key in going)
+    kept = {item.key: item.reason for item in plan.keep}
+    assert {kept[signature_of(key)] for key in signed if key not in going} == {"signature"}
+    assert kept[young] == "young"
+
+
+def test_a_signature_that_a_kept_version_shares_with_a_fold_that_goes_stays() -> None:
+    """A fold over one version may be its delta, byte for byte."""
+    signature = signature_of(manifest_keys(4)[0])
+    run = contents(chain("addad"), delta(4, blob("delta 4"), base=2), more=(signature,))
+    shared = {**run.digests, fold_key(RUN, Version(2), Version(4)): run.digests[manifest_keys(4)[0]]}
+    plan = plan_gc(replace(run, digests=shared), NEWEST)
+    assert fold_key(RUN, Version(2), Version(4)) in gone(plan)
+    assert signature not in gone(plan)
+
+
+def test_a_young_signature_outlives_what_it_signed_until_it_is_old() -> None:
+    """As one that was put again for a manifest that is about to be made again."""
+    signature = signature_of(manifest_keys(0)[0])
+    for age, reason in ((5.0, "young"), (None, "undated")):
+        plan = plan_gc(contents(chain("aa"), more=(signature,), ages={signature: age}), NEWEST)
+        assert manifest_keys(0)[0] in gone(plan)
+        assert {item.key: item.reason for item in plan.keep}[signature] == reason
 
 
 # What can't be right
@@ -212,7 +271,7 @@ def test_an_older_anchor_is_not_deleted_while_the_heads_chain_is_broken(key: str
     run = contents(chain("aad"))
     shorter = [ObjectInfo(key=i.key, size=1, modified_s=OLD_S) if i.key == key else i for i in run.objects]
     with pytest.raises(CorruptError, match="has 1 bytes"):
-        plan_gc(Contents(run=RUN, objects=shorter, manifests=run.manifests, folds={}, now_s=NOW_S), NEWEST)
+        plan_gc(replace(run, objects=shorter), NEWEST)
 
 
 def test_a_head_that_no_anchor_leads_to_is_refused() -> None:
@@ -251,7 +310,9 @@ def test_after_any_prefix_every_manifest_that_is_left_has_its_objects(
         else delta(n, blob(str(blobs[n])))
         for n, kind in enumerate(kinds)
     ]
-    run = contents(manifests, ages={manifest_key(RUN, Version(n)): 1.0 for n in young if n < len(kinds)})
+    signatures = tuple(signature_of(manifest_key(RUN, m.version)) for m in manifests)
+    ages: dict[str, float | None] = {manifest_key(RUN, Version(n)): 1.0 for n in young if n < len(kinds)}
+    run = contents(manifests, ages=ages, more=signatures)
     pinned = data.draw(st.sets(st.sampled_from([m.version for m in manifests])))
     plan = plan_gc(run, Policy(keep_last=keep, keep_anchors=anchors, pinned=pinned))
     done = gone(plan)[: data.draw(st.integers(0, len(plan.delete)))]
@@ -259,6 +320,7 @@ def test_after_any_prefix_every_manifest_that_is_left_has_its_objects(
     for manifest in manifests:
         if manifest_key(RUN, manifest.version) in left:
             assert {ref.key for ref in manifest.objects} <= left
+            assert signature_of(manifest_key(RUN, manifest.version)) in left
     kept = {v for v in plan.versions if manifest_key(RUN, v) in left}
     assert kept == {*plan.versions} >= pinned | {m.version for m in manifests[-keep:]}
     for version in kept:

@@ -2,8 +2,9 @@
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Final
 
 from rich.console import Console
@@ -13,6 +14,7 @@ from slackwater.bucket.open import open_bucket
 from slackwater.cli.attended import Attended
 from slackwater.cli.history import spell_age
 from slackwater.cli.text import console, counted, plain, size_text, write_json
+from slackwater.cli.trust import trusting
 from slackwater.clock import Clock, SystemClock
 from slackwater.errors import InvalidInputError, UnsupportedError
 from slackwater.ids import RunId, Version
@@ -62,7 +64,14 @@ def parse_age(text: str) -> float:
 
 
 def collect_garbage(
-    url: str, run: RunId, policy: Policy, *, delete: bool, work: Attended, clock: Clock | None = None
+    url: str,
+    run: RunId,
+    policy: Policy,
+    *,
+    delete: bool,
+    work: Attended,
+    trust: Sequence[Path] = (),
+    clock: Clock | None = None,
 ) -> Garbage:
     """Plan a collection, and with ``delete`` make it.
 
@@ -72,23 +81,26 @@ def collect_garbage(
         policy: What to keep.
         delete: Whether anything is written or deleted. Ages are measured by the store's clock then, else by ours.
         work: The command's bars.
+        trust: Files of the public keys that must have signed every version and fold; none takes all.
         clock: Ours.
 
     Raises:
         NotFoundError: The run has no versions.
         ConflictError: The listing can't be right.
-        CorruptError: A manifest can't be read, or the head's chain isn't whole.
+        CorruptError: A manifest can't be read, no trusted key signed it, or the head's chain isn't whole.
+        InvalidInputError: A key file is wrong.
         UnsupportedError: The bucket can't delete.
         AuthError: The credentials may not.
     """
     bucket = open_bucket(url)
+    signed = trusting(bucket, trust)
     if not delete:
-        contents = survey(bucket, run, now_s=(clock or SystemClock()).wall(), progress=work.tell)
+        contents = survey(bucket, run, now_s=(clock or SystemClock()).wall(), progress=work.tell, manifests_from=signed)
         return _garbage(contents, plan_gc(contents, policy), None)
     if not isinstance(bucket, Delete):
         raise UnsupportedError(f"{bucket.url} can't delete objects")
     point_at_head(bucket, run)
-    contents = survey(bucket, run, now_s=None, progress=work.tell)
+    contents = survey(bucket, run, now_s=None, progress=work.tell, manifests_from=signed)
     plan = plan_gc(contents, policy)
     return _garbage(contents, plan, collect(bucket, run, plan, threads=_THREADS, progress=work.tell))
 

@@ -293,6 +293,7 @@ def gc(
     pin: Annotated[list[int] | None, typer.Option(min=0, help="A version to keep; repeat for each.")] = None,
     min_age: Annotated[str, typer.Option("--min-age", help="Nothing younger goes: 24h, 90min, 7d.")] = "24h",
     delete: Annotated[bool, typer.Option("--delete", help="Delete it; without this nothing is written.")] = False,
+    trust: Trust = None,
     as_json: AsJson = False,
 ) -> None:
     """Tell what of a run may be deleted, and with --delete delete it: old versions, what dead publishers left."""
@@ -306,7 +307,7 @@ def gc(
         keep_last=keep, keep_anchors=keep_anchors, min_age_s=parse_age(min_age), pinned=[*map(Version, pin or ())]
     )
     with attended(ending) as work:
-        garbage = collect_garbage(bucket, run_id(run), policy, delete=delete, work=work)
+        garbage = collect_garbage(bucket, run_id(run), policy, delete=delete, work=work, trust=trust or ())
     show_garbage(garbage, as_json=as_json)
 
 

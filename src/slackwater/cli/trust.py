@@ -27,6 +27,20 @@ def open_trusted(url: str, trust: Sequence[Path], *, create: bool = False) -> Bu
     return bucket if trusted is None else SignedBucket(bucket, trusted)
 
 
+def trusting(bucket: Bucket, trust: Sequence[Path]) -> Bucket:
+    """Read an open bucket by `SignedBucket`, where there are keys: it passes on no deletions.
+
+    Args:
+        bucket: The bucket.
+        trust: Files of public keys; none takes everything.
+
+    Raises:
+        InvalidInputError: A file isn't there or holds no such key.
+        AuthError: It may not be read.
+    """
+    return SignedBucket(bucket, read_trusted(trust)) if trust else bucket
+
+
 def signer_of(sign_with: Path | None) -> Signer | None:
     """What signs with the private key in a file; None where there is none.
 

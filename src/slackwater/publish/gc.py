@@ -10,10 +10,11 @@ from typing import Final, Protocol
 import msgspec
 
 from slackwater.bucket.base import Abort, Delete, Get, List, Put, Unfinished
-from slackwater.checkpoint.keys import fold_key, head_key, manifest_key, parse_fold_key
+from slackwater.checkpoint.digest import object_digest
+from slackwater.checkpoint.keys import fold_key, head_key, manifest_key, parse_fold_key, signature_key
 from slackwater.checkpoint.manifest import Manifest
 from slackwater.errors import AuthError, ConflictError, CorruptError, UnsupportedError
-from slackwater.ids import RunId, Version
+from slackwater.ids import ObjectDigest, RunId, Version
 from slackwater.publish.delta import Progress
 from slackwater.publish.history import read_numbers
 from slackwater.publish.lineage import HeadHint, is_there, read_manifest
@@ -35,12 +36,30 @@ class Collected:
     num_deleted: int
     num_bytes: int
     spared: tuple[str, ...]
-    """Objects of the plan that a version committed meanwhile names."""
+    """Objects of the plan that a version committed meanwhile names, or its signature."""
     num_aborted: int
     """Unfinished writes; they may have ended since the plan."""
 
 
-def survey(bucket: Reads, run: RunId, *, now_s: float | None, progress: Progress) -> Contents:
+class _Digesting:
+    """A bucket to read from that notes the SHA-256 of whatever is read whole."""
+
+    def __init__(self, bucket: Get) -> None:
+        self.digests: Final[dict[str, ObjectDigest]] = {}
+        self._bucket: Final = bucket
+
+    def get(self, key: str, *, max_bytes: int) -> bytes:
+        body = self._bucket.get(key, max_bytes=max_bytes)
+        self.digests[key] = object_digest(body)
+        return body
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        return self._bucket.get_range(key, start, length)
+
+
+def survey(
+    bucket: Reads, run: RunId, *, now_s: float | None, progress: Progress, manifests_from: Get | None = None
+) -> Contents:
     """Read what a collection is planned from: the run's listing, all its manifests, all its folds.
 
     Its unfinished writes too; that they can't be listed here, or may not, is told and is no reason not to collect.
@@ -51,11 +70,13 @@ def survey(bucket: Reads, run: RunId, *, now_s: float | None, progress: Progress
         now_s: Seconds since the epoch, for the ages of objects; None takes the time at which the head hint was written,
             by the store's clock: see `point_at_head`. Where that isn't told, nothing is old.
         progress: Told the stage ``manifests``.
+        manifests_from: The same bucket, or a `slackwater.publish.signed.SignedBucket` of it, so that nothing is planned
+            by what no trusted key signed. None takes everything.
 
     Raises:
         NotFoundError: The run has no versions.
         ConflictError: The listing lacks a manifest that is there.
-        CorruptError: A manifest or a fold can't be read, so that what it needs isn't known.
+        CorruptError: A manifest or a fold can't be read, or isn't signed, so that what it needs isn't known.
     """
     objects = tuple(bucket.list(run))
     numbers = list(read_numbers(bucket, run, objects).written_s)
@@ -68,19 +89,27 @@ def survey(bucket: Reads, run: RunId, *, now_s: float | None, progress: Progress
             )
     found = [fold for fold in (parse_fold_key(run, item.key) for item in objects) if fold is not None]
     total = len(numbers) + len(found)
+    source = _Digesting(bucket if manifests_from is None else manifests_from)
     manifests: dict[Version, Manifest] = {}
     for version in numbers:
-        manifests[version] = _read(manifest_key(run, version), partial(read_manifest, bucket, run, version))
+        manifests[version] = _read(manifest_key(run, version), partial(read_manifest, source, run, version))
         progress("manifests", len(manifests), total)
     folds: dict[Fold, Manifest] = {}
     for fold in found:
-        folds[fold] = _read(fold_key(run, *fold), partial(read_fold, bucket, run, *fold))
+        folds[fold] = _read(fold_key(run, *fold), partial(read_fold, source, run, *fold))
         progress("manifests", len(manifests) + len(folds), total)
     hinted_s = next((item.modified_s for item in objects if item.key == head_key(run)), None)
     told_s = (hinted_s or 0.0) if now_s is None else now_s
     begun, blind = _begun(bucket, run)
     return Contents(
-        run=run, objects=objects, manifests=manifests, folds=folds, now_s=told_s, unfinished=begun, blind=blind
+        run=run,
+        objects=objects,
+        manifests=manifests,
+        folds=folds,
+        digests=source.digests,
+        now_s=told_s,
+        unfinished=begun,
+        blind=blind,
     )
 
 
@@ -117,7 +146,7 @@ def collect(bucket: GcBucket, run: RunId, plan: GcPlan, *, threads: int, progres
     """Delete what a plan says, in its order, then abort. Ended anywhere, it leaves no manifest without its objects.
 
     Objects that versions name which have been committed since the plan are spared: a publisher may have found one there
-    and not uploaded it again.
+    and not uploaded it again. So are their signatures.
 
     Args:
         bucket: Where the run lies.
@@ -171,5 +200,7 @@ def _delete(bucket: Delete, item: Doomed) -> Doomed:
 
 
 def _named_since(bucket: Get, run: RunId, version: Version) -> frozenset[str]:
+    source = _Digesting(bucket)
     newer = takewhile(lambda number: is_there(bucket, run, number), count(version + 1))
-    return frozenset(ref.key for number in newer for ref in read_manifest(bucket, run, Version(number)).objects)
+    named = {ref.key for number in newer for ref in read_manifest(source, run, Version(number)).objects}
+    return frozenset(named.union(signature_key(run, digest) for digest in source.digests.values()))

@@ -103,13 +103,13 @@ class _Path:
         """Whether steps lead to the version: not where it is at hand, or an anchor that the path begins with.
 
         Raises:
-            NotFoundError: It isn't committed.
             CorruptError: Its manifest breaks the format.
         """
         if self._version == self._held:
             return False
         is_onwards = self._held is not None and self._held < self._version
-        return self._manifest(self._version).kind == "delta" or is_onwards
+        kind = self._kind_of(self._version)
+        return kind == "delta" or (kind == "anchor" and is_onwards)
 
     def read(self) -> list[Manifest]:
         """The manifests from what is held, or from the newest anchor, deltas alone."""

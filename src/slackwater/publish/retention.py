@@ -1,9 +1,9 @@
 """What of a run may be deleted. Decided from a listing and manifests alone; nothing is read or deleted here.
 
 A version is kept with its whole chain, down to its anchor; an object is kept while a kept manifest names it. The order
-of the deletions is the safety: folds and manifests go first, rising, then the objects that only they named. So at any
-point every manifest that is left has all its objects, and a collection that ends in the middle leaves objects without a
-manifest, which the next one finds.
+of the deletions is the safety: folds and manifests go first, rising, then their signatures and the objects that only
+they named. So at any point every manifest that is left has all its objects and its signature, and a collection that
+ends in the middle leaves objects without a manifest, which the next one finds.
 
 Writes that were begun and never ended belong to no version: their age alone decides.
 """
@@ -15,34 +15,45 @@ from itertools import chain
 from typing import Final, Literal
 
 from slackwater.bucket.base import ObjectInfo, Unfinished
-from slackwater.checkpoint.keys import fold_key, head_key, manifest_key, parse_fold_key
+from slackwater.checkpoint.keys import fold_key, head_key, manifest_key, parse_fold_key, signature_key
 from slackwater.checkpoint.manifest import Manifest
 from slackwater.errors import ConflictError, CorruptError, InvalidInputError, NotFoundError
-from slackwater.ids import RunId, Version
+from slackwater.ids import ObjectDigest, RunId, Version
 
 Reason = Literal[
-    "head", "last", "anchor", "pinned", "in use", "chain", "young", "undated", "named", "fold", "hint", "foreign"
+    "head",
+    "last",
+    "anchor",
+    "pinned",
+    "in use",
+    "chain",
+    "young",
+    "undated",
+    "named",
+    "fold",
+    "signature",
+    "hint",
+    "foreign",
 ]
 """Why something is kept.
 
 Versions: ``head`` the newest anchor and all after it, ``last`` one of the newest, ``anchor`` one of the newest anchors,
 ``pinned`` and ``in use`` as the policy says, ``chain`` leads to a kept one, ``young`` and ``undated`` written less than
 the minimum age ago, or who knows when. Objects: ``named`` by a kept manifest, ``young``, ``undated``; ``fold`` between
-kept versions, ``hint`` the head's; ``foreign`` is no key of this run's grammar.
+kept versions, ``signature`` of a version or a fold that stays, ``hint`` the head's; ``foreign`` is no key of this run's
+grammar.
 """
 
-Why = Literal["fold", "manifest", "object", "orphan"]
+Why = Literal["fold", "manifest", "object", "orphan", "signature"]
 """What is deleted: an ``object`` was named by a manifest that goes; an ``orphan`` by none, as dead publishers leave
-them.
+them. A ``signature`` is that of a manifest or a fold that goes, or of none.
 """
 
 _MANIFEST: Final = re.compile(r"manifests/([0-9]{8})\.json")
 _OBJECT: Final = re.compile(
     r"blobs/[0-9a-f]{64}|anchors/[0-9]{8}-[0-9a-f]{16}/(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
 )
-
-_NOT_COLLECTED: Final = re.compile(r"head\.json|signatures/[0-9a-f]{64}\.json")
-"""Of the run's grammar, and not an object that a plan deletes."""
+_SIGNATURE: Final = re.compile(r"signatures/[0-9a-f]{64}\.json")
 
 Fold = tuple[Version, Version]
 """The version that a fold is made on, and the one that it leads to."""
@@ -85,6 +96,8 @@ class Contents:
     manifests: Mapping[Version, Manifest]
     """Every committed version."""
     folds: Mapping[Fold, Manifest]
+    digests: Mapping[str, ObjectDigest]
+    """By key, the SHA-256 of each manifest and fold: it names the signature."""
     now_s: float
     """Seconds since the epoch, by the clock of ``ObjectInfo.modified_s``."""
     unfinished: Collection[Unfinished] = ()
@@ -153,8 +166,10 @@ def plan_gc(contents: Contents, policy: Policy) -> GcPlan:
     }
     kept = [*(contents.manifests[v] for v in versions), *(contents.folds[f] for f in folds)]
     named = frozenset(ref.key for manifest in kept for ref in manifest.objects)
+    signed = [manifest_key(contents.run, v) for v in versions] + [fold_key(contents.run, *f) for f in folds]
+    signatures = [signature_key(contents.run, contents.digests[key]) for key in signed if key in contents.digests]
     known = frozenset(ref.key for m in chain(contents.manifests.values(), contents.folds.values()) for ref in m.objects)
-    sorter = _Sorter(contents.run, versions, folds, named, known, aged)
+    sorter = _Sorter(contents.run, versions, folds, signatures, named, known, aged)
     judged = [(item, sorter.judge(item)) for item in sorted(contents.objects, key=lambda item: item.key)]
     begun = sorted(
         (upload for upload in contents.unfinished if _is_ours(contents.run, upload.key)),
@@ -170,7 +185,7 @@ def plan_gc(contents: Contents, policy: Policy) -> GcPlan:
     )
 
 
-_ORDER: Final[Mapping[Why, int]] = {"fold": 0, "manifest": 1, "object": 2, "orphan": 2}
+_ORDER: Final[Mapping[Why, int]] = {"fold": 0, "manifest": 1, "object": 2, "orphan": 2, "signature": 2}
 
 
 class _Ages:
@@ -279,6 +294,7 @@ class _Sorter:
         run: RunId,
         versions: Mapping[Version, Reason],
         folds: Collection[Fold],
+        signatures: Collection[str],
         named: Collection[str],
         known: Collection[str],
         aged: _Ages,
@@ -288,6 +304,7 @@ class _Sorter:
             **dict.fromkeys(named, "named"),
             **{manifest_key(run, version): reason for version, reason in versions.items()},
             **{fold_key(run, *fold): "fold" for fold in folds},
+            **dict.fromkeys(signatures, "signature"),
             head_key(run): "hint",
         }
         self._known = known
@@ -308,7 +325,7 @@ class _Sorter:
         return "orphan" if kind == "object" and key not in self._known else kind
 
 
-def _kind(run: RunId, key: str) -> Literal["fold", "manifest", "object"] | None:
+def _kind(run: RunId, key: str) -> Literal["fold", "manifest", "object", "signature"] | None:
     """What a key of the run's grammar names, of all that a plan may delete."""
     owner, _, rest = key.partition("/")
     if owner != run:
@@ -317,9 +334,10 @@ def _kind(run: RunId, key: str) -> Literal["fold", "manifest", "object"] | None:
         return "manifest"
     if parse_fold_key(run, key) is not None:
         return "fold"
+    if _SIGNATURE.fullmatch(rest):
+        return "signature"
     return "object" if _OBJECT.fullmatch(rest) else None
 
 
 def _is_ours(run: RunId, key: str) -> bool:
-    owner, _, rest = key.partition("/")
-    return _kind(run, key) is not None or (owner == run and _NOT_COLLECTED.fullmatch(rest) is not None)
+    return _kind(run, key) is not None or key == head_key(run)
