@@ -50,6 +50,8 @@ def test_a_relative_path_is_made_absolute_at_once(tmp_path: Path, monkeypatch: p
         "s3://bucket/x?sig=secret",
         "az://container/x#y",
         "s3://bucket:9000/x",
+        "s3:/bucket/x",
+        "gs:bucket",
         "s3://" + "b" * 2000,
     ],
 )

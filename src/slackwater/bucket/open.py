@@ -13,6 +13,7 @@ from slackwater.errors import InvalidInputError
 
 _CLOUDS: Final = ("s3", "gs", "az")
 _BUCKET_NAME: Final = re.compile(r"[a-z0-9][a-z0-9._-]{1,221}")
+_SLIPPED: Final = re.compile(r"(s3|gs|az|file):(?!//)")
 _LONGEST_URL: Final = 1024
 
 
@@ -31,6 +32,9 @@ def open_bucket(url: str, *, create: bool = False, patience: Patience = PATIENT)
     """
     if not url or len(url) > _LONGEST_URL or not url.isprintable():
         raise InvalidInputError(f"{url[:80]!r} is no bucket URL", hint="write a path or s3://bucket/prefix")
+    slipped = _SLIPPED.match(url)
+    if slipped is not None:
+        raise InvalidInputError(f"{url[:80]!r} is no bucket URL", hint=f"write {slipped[1]}:// with two slashes")
     if "://" not in url:
         return _local(Path(url).expanduser(), create=create)
     if url.startswith("file://"):

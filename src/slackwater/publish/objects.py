@@ -10,6 +10,7 @@ from slackwater.checkpoint.digest import object_digest
 from slackwater.checkpoint.manifest import ObjectRef
 from slackwater.errors import CorruptError
 
+_MEND: Final = "bring it back from a copy, or publish an anchor: that needs nothing of what is damaged"
 PIECE_BYTES: Final = 16 * 1024 * 1024
 """What one call fetches of a large object."""
 
@@ -61,7 +62,7 @@ def _pieces(bucket: Get, ref: ObjectRef) -> Iterator[bytes]:
 def _get(bucket: Get, ref: ObjectRef) -> bytes:
     body = bucket.get(ref.key, max_bytes=ref.size)
     if len(body) != ref.size:
-        raise CorruptError(f"{ref.key} has {len(body)} bytes, and its manifest says {ref.size}")
+        raise CorruptError(f"{ref.key} has {len(body)} bytes, and its manifest says {ref.size}", hint=_MEND)
     return body
 
 
@@ -75,4 +76,4 @@ def _goes_on(bucket: Get, ref: ObjectRef) -> bool:
 
 def _compare(ref: ObjectRef, found: str) -> None:
     if found != ref.sha256:
-        raise CorruptError(f"{ref.key} hasn't the SHA-256 that its manifest says")
+        raise CorruptError(f"{ref.key} hasn't the SHA-256 that its manifest says", hint=_MEND)

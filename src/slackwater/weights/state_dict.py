@@ -30,10 +30,14 @@ class StateDictSource:
         tensors: By canonical Hugging Face name.
 
     Raises:
-        InvalidInputError: A tensor's dtype has no safetensors name.
+        InvalidInputError: A tensor's dtype has no safetensors name, or these are no tensors by name.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        if not isinstance(tensors, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] : a caller's slip
+            raise InvalidInputError(
+                f"{type(tensors).__name__} is no state dict", hint="give its tensors by name: model.state_dict()"
+            )
         specs = {name: _spec(name, tensors[name]) for name in sorted(tensors)}
         self._tensors: Final = {name: tensors[name] for name in specs if not _is_tied(name, tensors)}
         self._specs: Final = {name: specs[name] for name in self._tensors}
