@@ -166,7 +166,7 @@ def test_a1_16_an_anchor_that_lacks_a_tensor_is_refused(folder: Path, lacking: i
 
 def test_a1_16_a_delta_of_an_unknown_tensor_is_refused_by_name_and_by_number(folder: Path) -> None:
     bucket = published(folder, 2)
-    with pytest.raises(InvalidInputError, match="extra isn't in this lineage"):
+    with pytest.raises(InvalidInputError, match="extra isn't in this run"):
         Publisher(bucket, A, threads=1).publish(ArraySource({**state(2), "extra": state(0)[NAMES[0]]}), step=2)
     manifest = manifest_of(bucket, 1)
     assert manifest.tiles is not None

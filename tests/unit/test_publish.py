@@ -287,7 +287,7 @@ def test_f10_f11_a_spoilt_object_is_never_built_upon(model: Path, part: str) -> 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model.extra": torch.zeros(1)}, "model.extra isn't in this lineage"),
+        ({"model.extra": torch.zeros(1)}, "model.extra isn't in this run"),
         ({"model.norm.bias": torch.zeros(3)}, r"model.norm.bias is F32 \[3\]"),
         ({"model.norm.bias": torch.zeros(2).half()}, r"model.norm.bias is F16 \[2\]"),
     ],

@@ -2,15 +2,17 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+import numpy as np
 import pytest
 import torch
 from publish_rig import RUN, Tensors, all_bits, keys, model_folder, restored, stepped, trained, weights
 from safetensors.torch import save_file
 
+from slackwater.checkpoint.keys import manifest_key
 from slackwater.checkpoint.shards import cut_shards
-from slackwater.errors import InvalidInputError
+from slackwater.errors import CorruptError, InvalidInputError
 from slackwater.ids import Version
 from slackwater.publish.exchange import thread_exchanges
 from slackwater.publish.lineage import read_manifest
@@ -101,7 +103,7 @@ def test_a1_10_an_anchor_in_turn_takes_over_what_the_source_lacks(
     publisher.publish(StateDictSource(one), step=1)
     published = publisher.publish(StateDictSource(but(two, TABLE)), step=2, folder_files=model)
     assert published.kind == "anchor"
-    assert f"1 tensors are absent and stay as they are, {TABLE} among them" in caplog.text
+    assert f"absent tensors stay as they are: 1, {TABLE} among them" in caplog.text
     assert restored(bucket, 2) == all_bits(StateDictSource({**two, TABLE: one[TABLE]}))
 
 
@@ -125,7 +127,7 @@ def test_a_config_that_changed_is_refused_at_the_first_delta(model: Path, tmp_pa
     (saved / "config.json").write_text('{"architectures": ["Other"]}')
     before = bucket.count("put")
     source = FolderSource(saved) if way == "in its folder" else StateDictSource(trained(weights(), 1))
-    with pytest.raises(InvalidInputError, match=r"config\.json isn't that of this lineage.*--files"):
+    with pytest.raises(InvalidInputError, match=r"config\.json isn't that of this run.*--files"):
         publisher.publish(source, step=1, folder_files=None if way == "in its folder" else saved)
     assert bucket.count("put") == before
     assert publisher.publish(FolderSource(saved), step=1, folder_files=model).version == 1
@@ -155,3 +157,49 @@ def test_a_publisher_makes_folds_for_late_joiners(model: Path) -> None:
         "00000000-00000002.json", "00000000-00000004.json"
     ]  # fmt: skip
     assert restored(bucket, 4) == all_bits(StateDictSource(trained(weights(), 4)))
+
+
+def test_a_first_anchor_without_a_tokenizer_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    bare = model_folder(tmp_path / "bare")
+    for file in bare.glob("tokenizer*"):
+        file.unlink()
+    with Publisher(MemoryBucket(), RUN) as publisher:
+        publisher.publish(StateDictSource(weights()), step=0, folder_files=bare)
+        assert f"run {RUN} has no tokenizer" in caplog.text
+
+
+@pytest.mark.parametrize("source", [weights(), None, "model"])
+def test_what_is_no_source_is_told(source: Any) -> None:
+    with pytest.raises(InvalidInputError, match="is no source of tensors"):
+        Publisher(MemoryBucket(), RUN).publish(source, step=0)
+
+
+@pytest.mark.parametrize("step", [-1, 2**63, 1.5, "3", True, None, np.float64(3)])
+def test_a_step_that_is_no_whole_number_is_told_before_anything_is_read(step: Any) -> None:
+    with pytest.raises(InvalidInputError, match="is no whole number from 0"):
+        Publisher(MemoryBucket(), RUN).publish_async(StateDictSource(weights()), step=step)
+
+
+@pytest.mark.parametrize("step", [0, 2**63 - 1, np.int64(3), torch.tensor(3)])
+def test_any_whole_number_is_a_step(model: Path, step: Any) -> None:
+    bucket = MemoryBucket()
+    Publisher(bucket, RUN).publish(StateDictSource(weights()), step=step, folder_files=model)
+    assert read_manifest(bucket, RUN, Version(0)).step == int(step)
+
+
+def test_a_module_is_no_state_dict() -> None:
+    module: Any = torch.nn.Linear(2, 2)
+    with pytest.raises(InvalidInputError, match=r"Linear is no state dict \(give its tensors by name"):
+        StateDictSource(module)
+
+
+def test_a_forced_anchor_follows_a_last_version_whose_manifest_is_damaged_at_once(model: Path) -> None:
+    bucket = MemoryBucket()
+    publisher = Publisher(bucket, RUN)
+    publisher.publish(StateDictSource(weights()), step=0, folder_files=model)
+    publisher.publish(StateDictSource(trained(weights(), 1)), step=1)
+    bucket.put(manifest_key(RUN, Version(1)), b"{")
+    with pytest.raises(CorruptError):
+        publisher.publish(StateDictSource(weights()), step=2)
+    assert publisher.publish(StateDictSource(weights()), step=2, folder_files=model, anchor=True).version == 2
+    assert restored(bucket, 2) == all_bits(StateDictSource(weights()))

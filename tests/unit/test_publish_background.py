@@ -8,6 +8,7 @@ from publish_rig import RUN, all_bits, model_folder, restored, stepped, trained,
 
 from slackwater.errors import InvalidInputError, LostRaceError, UnavailableError
 from slackwater.ids import Version
+from slackwater.publish.background import Handle
 from slackwater.publish.lineage import find_head, read_manifest
 from slackwater.publish.publisher import Publisher
 from slackwater.testing.bucket import Fault, FaultyBucket, Gate, MemoryBucket
@@ -163,9 +164,33 @@ def test_a_source_that_does_not_fit_is_refused_at_once(model: Path) -> None:
     publisher.publish_async(StateDictSource(weights()), step=0, folder_files=model).result(30)
     with pytest.raises(InvalidInputError, match="step -1"):
         publisher.publish_async(StateDictSource(weights()), step=-1)
-    with pytest.raises(InvalidInputError, match="isn't in this lineage"):
+    with pytest.raises(InvalidInputError, match="isn't in this run"):
         publisher.publish_async(StateDictSource({"model.extra": weights()["model.norm.bias"]}), step=1)
     publisher.close()
+
+
+def test_a_call_that_is_interrupted_while_it_waits_forgets_nothing(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, gate = MemoryBucket(), Gate()
+    publisher = Publisher(bucket := FaultyBucket(memory), RUN)
+    publisher.publish(StateDictSource(weights()), step=0, folder_files=model)
+    bucket.add(Fault(verb="put", key="/blobs/", gate=gate))
+    one, two = trained(weights(), 1), trained(weights(), 2)
+    handle = publisher.publish_async(StateDictSource(one), step=1)
+    assert gate.reached.wait(30)
+
+    def interrupt(_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Handle, "wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            publisher.publish(StateDictSource(two), step=2)
+    gate.open()
+    assert publisher.publish(StateDictSource(two), step=2).version == 2
+    assert handle.result(30).version == 1
+    assert (restored(memory, 1), restored(memory, 2)) == tuple(all_bits(StateDictSource(s)) for s in (one, two))
 
 
 def test_a_source_that_goes_on_from_the_commit_is_refused_in_the_background(model: Path) -> None:

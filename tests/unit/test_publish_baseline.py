@@ -2,6 +2,7 @@
 
 import errno
 import runpy
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -14,9 +15,10 @@ from safetensors.torch import save_file
 
 from slackwater.bucket.local import LocalBucket
 from slackwater.checkpoint.codec import Level, Place, apply_body
+from slackwater.checkpoint.keys import manifest_key
 from slackwater.checkpoint.manifest import BodyEntry
 from slackwater.checkpoint.tensor import Bits
-from slackwater.errors import InvalidInputError
+from slackwater.errors import ConflictError, InvalidInputError
 from slackwater.ids import Version
 from slackwater.publish import mapped
 from slackwater.publish.lineage import read_manifest
@@ -207,6 +209,19 @@ def test_f29_a_full_disk_is_told_and_the_run_goes_on_elsewhere(
     assert restored(memory, 0) == all_bits(StateDictSource(one))
     publish(memory, folder, model, [two])
     goes_on(memory, folder, 1)
+
+
+def test_f16_a_folder_that_tells_of_a_later_version_than_the_bucket_shows_that_it_was_set_back(
+    model: Path, folder: Path
+) -> None:
+    memory = MemoryBucket()
+    publish(memory, folder, model, states(3))
+    memory.delete(manifest_key(RUN, Version(2)))
+    with pytest.raises(ConflictError, match="tells of version 2 of demo, and version 1 is the newest"):
+        Publisher.open(memory, RUN, baseline_dir=folder)
+    shutil.rmtree(folder)
+    with Publisher.open(memory, RUN, baseline_dir=folder) as publisher:
+        assert publisher.version == 1
 
 
 # The one file for people who want one

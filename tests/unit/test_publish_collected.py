@@ -116,3 +116,15 @@ def test_f16_a_reader_still_tells_a_bucket_that_was_set_back(
     assert "may not list" in caplog.text
     view = fetcher.look(Version(5))
     assert (view.version, view.receded) == (5, False)
+
+
+def test_a_new_reader_passes_a_gap_that_an_old_hint_lies_below(
+    memory: MemoryBucket, bucket: Shelf, tmp_path: Path
+) -> None:
+    lose(memory, 1, 2, 3)
+    hint_at(memory, 0)
+    fetcher = Fetcher(bucket, RUN, tmp_path / "cache")
+    assert fetcher.head(None) == 9
+    bucket.may_list = False
+    assert fetcher.head(None) == 0
+    assert fetcher.head(Version(5)) == 9

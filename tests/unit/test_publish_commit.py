@@ -7,14 +7,12 @@ import pytest
 from history_rig import AWAY, CAP, Careless, Shelf, Trainer, Turned, states
 from hypothesis import given
 from hypothesis import strategies as st
-from publish_rig import RUN, keys, model_folder
+from publish_rig import RUN, keys, model_folder, trained, weights
 
-from slackwater.checkpoint.keys import head_key
-from slackwater.errors import (
-    UnavailableError,
-    UnsupportedError,
-)
+from slackwater.checkpoint.keys import head_key, manifest_key
+from slackwater.errors import LostRaceError, UnavailableError, UnsupportedError
 from slackwater.ids import Version
+from slackwater.publish.commit import LOOK_AGAIN_S
 from slackwater.publish.hint import HINT_EVERY_S, HintWriter
 from slackwater.publish.lineage import find_head, read_manifest
 from slackwater.publish.publisher import Publisher
@@ -107,6 +105,58 @@ def test_f05_an_answer_that_was_lost_shows_that_the_store_keeps_the_first(model:
     trainer = Trainer(bucket, model)
     assert [trainer.publish(step) for step in range(3)] == [0, 1, 2]
     assert bucket.count("put_if_absent") == 3
+
+
+# A publisher that slept
+
+
+def collect_but(memory: MemoryBucket, *kept: int) -> None:
+    """What retention may leave: some anchors, and the newest."""
+    for version in range(10):
+        if version not in kept:
+            memory.delete(manifest_key(RUN, Version(version)))
+
+
+@pytest.mark.parametrize("kept", [(2, 8, 9), (2, 9)])
+def test_a_number_that_was_collected_meanwhile_is_not_used_again(model: Path, kept: tuple[int, ...]) -> None:
+    memory, clock = MemoryBucket(), Turned()
+    sleeper = Publisher(memory, RUN, clock=clock, threads=1)
+    for step, tensors in enumerate(states(3)):
+        sleeper.publish(StateDictSource(tensors), step=step, folder_files=model)
+    with Publisher(memory, RUN, threads=1) as other:
+        for step, tensors in enumerate(states(10)[3:], 3):
+            other.publish(StateDictSource(tensors), step=step, folder_files=model)
+    collect_but(memory, *kept)
+    clock.now += LOOK_AGAIN_S
+    with pytest.raises(LostRaceError, match=r"others have gone on with demo to version 9, .* stood at version 2"):
+        sleeper.publish(StateDictSource(trained(states(3)[2], 77)), step=3)
+    assert keys(memory, "/manifests/") == [manifest_key(RUN, Version(version)) for version in kept]
+    sleeper.close()
+    assert hinted(memory) == b'{"version":9}'
+
+
+def test_a_first_number_that_was_collected_meanwhile_is_not_used_again(memory: MemoryBucket, model: Path) -> None:
+    empty = MemoryBucket()
+    sleeper = Publisher.open(empty, RUN)
+    for item in memory.list(""):
+        empty.put(item.key, memory.get(item.key, max_bytes=CAP))
+    collect_but(empty, 6, 7, 8, 9)
+    with pytest.raises(LostRaceError, match="to version 9, and this publisher stood at its beginning"):
+        sleeper.publish(StateDictSource(weights()), step=0, folder_files=model)
+
+
+def test_a_publisher_that_goes_on_looks_for_the_head_once(bucket: Shelf, model: Path) -> None:
+    clock = Turned()
+    publisher = Publisher(bucket, RUN, clock=clock, threads=1)
+    listings = list[int]()
+    for step in range(4):
+        publisher.publish(StateDictSource(trained(weights(), step)), step=step, folder_files=model)
+        listings.append(bucket.count("list", "manifests"))
+        clock.now += LOOK_AGAIN_S - 1
+    assert listings[0] == listings[-1]
+    clock.now += 1
+    publisher.publish(StateDictSource(weights()), step=4)
+    assert bucket.count("list", "manifests") == listings[-1] + 1
 
 
 # The head hint

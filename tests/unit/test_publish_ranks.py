@@ -246,7 +246,7 @@ def test_a_rank_that_is_gone_is_told_and_nothing_is_visible(model: Path) -> None
     [
         (lambda parts: parts[1].update(parts[0]), "is published by rank 0 and by rank 1"),
         (lambda parts: parts[1].popitem(), "no rank publishes"),
-        (lambda parts: parts[1].update({"model.extra": torch.zeros(2)}), "model.extra isn't in this lineage"),
+        (lambda parts: parts[1].update({"model.extra": torch.zeros(2)}), "model.extra isn't in this run"),
     ],
 )  # fmt: skip
 def test_tensors_have_one_owner_each(model: Path, change: Callable[[list[Tensors]], object], words: str) -> None:

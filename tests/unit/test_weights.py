@@ -368,6 +368,13 @@ def test_a_table_has_the_digest_of_every_tile_and_the_sum_of_every_tensor(thread
     ]
 
 
+def test_a_tensor_that_is_negated_when_it_is_read_is_read_so() -> None:
+    whole = torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex64)
+    source = StateDictSource({"a": whole.conj().imag})
+    assert source.bits("a").view(np.float32).tolist() == [-2.0, 4.0]
+    assert not source.shows("a")
+
+
 def test_an_empty_source_has_a_table_all_the_same() -> None:
     table = hash_source(_Held(), threads=1)
     assert (table.tiles.size, table.sums.size) == (0, 0)

@@ -6,6 +6,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final, TypeVar
@@ -167,8 +168,9 @@ class Fetcher:
     def look(self, known: Version | None) -> HeadView:
         """Find the newest committed version: start at the hint, then ask for the next numbers.
 
-        The hint may be missing, stale or wrong; only a manifest that is there counts. Where the known one is gone and
-        the hint leads to none above it, a listing tells whether it was collected or the bucket was set back.
+        The hint may be missing, stale or wrong; only a manifest that is there counts. At the first look a listing may
+        raise what it leads to. Where the known one is gone and the hint leads to none above it, a listing tells whether
+        it was collected or the bucket was set back.
 
         Raises:
             NotFoundError: No such bucket.
@@ -181,6 +183,9 @@ class Fetcher:
             newest = hint
         if newest is None:
             newest = self._newest_listed()
+        elif known is None:  # an old hint may lie below a gap that retention made
+            with suppress(UnavailableError):  # nothing rests on a listing
+                newest = self._newest_above(newest) or newest
         newest = self._climb(newest)
         if known is None or newest != known or (hint is not None and hint >= known) or self._committed(known):
             return HeadView(version=newest, receded=False)
@@ -262,11 +267,11 @@ class Fetcher:
         return newest
 
     def _newest_above(self, known: Version) -> Version | None:
-        """The newest committed version above one that is gone; None too where the credentials may not list."""
+        """The newest committed version above one; None too where the credentials may not list."""
         try:
             return self._newest_listed(known + 1)
         except AuthError as error:
-            _log.warning("whether version %d of %s was collected isn't known: %s", known, self._run, error)
+            _log.warning("whether versions above %d of %s are there isn't known: %s", known, self._run, error)
             return None
 
     def _newest_listed(self, lowest: int = 0) -> Version | None:

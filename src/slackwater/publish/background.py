@@ -117,10 +117,11 @@ class Background(Generic[_Done]):
         """
         if self._is_closed:
             raise InvalidInputError("the publisher was closed", hint="open another one")
-        last, self._last = self._last, None
+        last = self._last
         if last is None:
             return
-        last.wait()
+        last.wait()  # interrupted here, it is waited for again
+        self._last = None
         if not last.is_told:
             last.result()
 

@@ -8,9 +8,11 @@ from functools import lru_cache
 from typing import Final, Protocol
 
 from slackwater.checkpoint.application import apply_taken, places_of, take
+from slackwater.checkpoint.codec import Place
 from slackwater.checkpoint.digest import tile_digest
 from slackwater.checkpoint.manifest import Manifest, ObjectRef
 from slackwater.checkpoint.outline import Outline
+from slackwater.checkpoint.pieces import WHOLE, Pieces, cut_out, held_tile, locate
 from slackwater.checkpoint.state import StateTable
 from slackwater.checkpoint.tensor import Bits, TensorSpec
 from slackwater.errors import CorruptError, InvalidInputError, LostRaceError, NotFoundError, WrongBaseError
@@ -19,7 +21,7 @@ from slackwater.publish.draft import Draft
 from slackwater.publish.lineage import check_tip, find_head
 from slackwater.publish.path import Reads
 from slackwater.publish.restore import Restored, outline, outline_broken, restore
-from slackwater.weights.source import TensorSource
+from slackwater.weights.source import TensorSource, pieces_of
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -27,8 +29,13 @@ _LOG: Final = logging.getLogger(__name__)
 class Store(Protocol):
     """Where a baseline's bits lie, and where they come from after a start."""
 
-    def load(self, version: Version, names: Collection[str] | None) -> Restored:
+    def load(self, version: Version, names: Collection[str] | None, pieces: Pieces = WHOLE) -> Restored:
         """A committed version, proved; with all its bits, or those of some tensors.
+
+        Args:
+            version: Which.
+            names: The tensors; None: all of them.
+            pieces: What is wanted of them, with edges that are those of tiles.
 
         Raises:
             NotFoundError: It isn't committed, or nothing leads to it.
@@ -57,10 +64,9 @@ class MemoryStore:
         self._bucket: Final = bucket
         self._run: Final = run
 
-    def load(self, version: Version, names: Collection[str] | None) -> Restored:
+    def load(self, version: Version, names: Collection[str] | None, pieces: Pieces = WHOLE) -> Restored:
         """See `Store.load`."""
-        held = restore(self._bucket, self._run, version)
-        return held if names is None else replace(held, bits={name: held.bits[name] for name in names})
+        return narrowed(restore(self._bucket, self._run, version), names, pieces)
 
     def keep(self, held: Restored) -> Restored:
         """See `Store.keep`."""
@@ -117,10 +123,12 @@ class Baseline:
         """
         self.sync_to(self.find_head(), None, with_bits=with_bits)
 
-    def sync_to(self, head: Version | None, names: frozenset[str] | None, *, with_bits: bool) -> None:
-        """Hold a version that is known to be the head: with all its bits, those of some tensors, or none."""
-        if not self._is_current or self.version != head or (with_bits and self._lacks(names)):
-            self._load(head, names, with_bits=with_bits)
+    def sync_to(
+        self, head: Version | None, names: frozenset[str] | None, pieces: Pieces = WHOLE, *, with_bits: bool
+    ) -> None:
+        """Hold a version that is known to be the head: with all its bits, those of some tensors or pieces, or none."""
+        if not self._is_current or self.version != head or (with_bits and self._lacks(names, pieces)):
+            self._load(head, names, pieces, with_bits=with_bits)
 
     def find_head(self) -> Version | None:
         """The chain's head, looked for where it isn't known; what is held must still be in the chain.
@@ -151,12 +159,12 @@ class Baseline:
         yield
         self._is_current = True
 
-    def replace(self, manifest: Manifest, table: StateTable, bits: Mapping[str, Bits]) -> None:
-        """Hold an anchor that was committed."""
+    def replace(self, manifest: Manifest, table: StateTable, bits: Mapping[str, Bits], pieces: Pieces = WHOLE) -> None:
+        """Hold an anchor that was committed: all its bits, or those of some tensors and pieces."""
         with self.moving():
             version = manifest.version
             held = Restored(
-                version=version, anchor=version, files=manifest.folder, table=table, bits=bits
+                version=version, anchor=version, files=manifest.folder, table=table, bits=bits, pieces=pieces
             )  # fmt: skip
             self.held = self._store.keep(held)
 
@@ -173,23 +181,24 @@ class Baseline:
         """
         version = Version(held.version + 1)
         with self.moving():
-            apply(part.manifest, held.table.outline, lambda ref: part.bodies[ref.key], held.bits)
+            apply(part.manifest, held.table.outline, lambda ref: part.bodies[ref.key], held.bits, held.pieces)
             self.held = replace(held, version=version, table=table)
             self._store.moved(self.held)
 
-    def _lacks(self, names: frozenset[str] | None) -> bool:
+    def _lacks(self, names: frozenset[str] | None, pieces: Pieces) -> bool:
         if self.held is None:
             return False
         if self.held.broken is not None:
             return True
         wanted = self.held.table.outline.by_name.keys() if names is None else names
-        return not wanted <= self.held.bits.keys()
+        held = self.held.pieces
+        return not wanted <= self.held.bits.keys() or any(held.get(name) != pieces.get(name) for name in wanted)
 
-    def _load(self, head: Version | None, names: frozenset[str] | None, *, with_bits: bool) -> None:
+    def _load(self, head: Version | None, names: frozenset[str] | None, pieces: Pieces, *, with_bits: bool) -> None:
         if head is None:
             self.held = None
         elif with_bits:
-            self.held = self._store.load(head, names)
+            self.held = self._store.load(head, names, pieces)
         else:
             self.held = self._outline(head)
         self._is_current = True
@@ -214,6 +223,7 @@ def apply(
     outline: Outline,
     pack: Callable[[ObjectRef], bytes | bytearray],
     bits: Mapping[str, Bits],
+    pieces: Pieces = WHOLE,
 ) -> None:
     """Apply a delta to bits in place: tile by tile, each checked before and after; done ones are left.
 
@@ -222,23 +232,47 @@ def apply(
         outline: The run's.
         pack: One of its objects, checked. Asked in order, for those alone that change what is held.
         bits: Flat and writable; bodies of other tensors are left out.
+        pieces: What they are of the tensors; bodies of other tiles are left out.
 
     Raises:
-        WrongBaseError: The bits are neither its old ones nor its new ones, or a body makes tensors of which some
-            aren't held.
+        WrongBaseError: The bits are neither its old ones nor its new ones, or a body makes tiles of which some aren't
+            held.
         CorruptError: A body doesn't make what the manifest says.
     """
     fetched = lru_cache(maxsize=1)(pack)
     for entry in manifest.listed():
         places = places_of(outline, entry)
-        absent = [place.spec.name for place in places if place.spec.name not in bits]
+        absent = [place for place in places if not _is_held(place, bits, pieces)]
         if len(absent) == len(places):
             continue
         if absent:
-            raise WrongBaseError(f"{absent[0]} isn't held, and shares a body with {len(places) - len(absent)} tiles")
+            raise WrongBaseError(
+                f"{absent[0].spec.name} isn't held, and shares a body with {len(places) - len(absent)} tiles"
+            )
         body = memoryview(fetched(manifest.objects[entry.object]))[entry.offset : entry.offset + entry.length]
-        held = take(places, bits.__getitem__)
-        apply_taken(places, entry, body, held, bits.__getitem__)
+        held = take(places, bits.__getitem__, pieces)
+        apply_taken(places, entry, body, held, bits.__getitem__, pieces)
+
+
+def _is_held(place: Place, bits: Mapping[str, Bits], pieces: Pieces) -> bool:
+    return place.spec.name in bits and held_tile(place.spec, place.tile, pieces) is not None
+
+
+def narrowed(held: Restored, names: Collection[str] | None, pieces: Pieces) -> Restored:
+    """Some tensors, and pieces of them, out of a version.
+
+    Args:
+        held: Has them all, whole or in those very pieces.
+        names: The tensors; None: all of them. Those that there aren't are left out.
+        pieces: What is wanted of them.
+    """
+    outline = held.table.outline
+    wanted = outline.by_name.keys() if names is None else names
+    bits = {name: held.bits[name] for name in wanted if name in held.bits}
+    for name, piece in pieces.items():
+        if name in bits and name not in held.pieces:
+            bits[name] = cut_out(outline.specs[outline.by_name[name]], piece, bits[name])
+    return replace(held, bits=bits, pieces={name: piece for name, piece in pieces.items() if name in bits})
 
 
 def check_unwritten(manifest: Manifest, outline: Outline, source: TensorSource) -> None:
@@ -247,10 +281,10 @@ def check_unwritten(manifest: Manifest, outline: Outline, source: TensorSource) 
     Raises:
         InvalidInputError: It was written; the message names the tensor.
     """
-    read = lru_cache(maxsize=1)(source.bits)
+    read, pieces = lru_cache(maxsize=1)(source.bits), pieces_of(source)
     for listed in (tile for body in manifest.listed() for tile in body.tiles):
         spec, tile = outline.place(listed.number)
-        if tile_digest(tile.take(read(spec.name))) != listed.post:
+        if tile_digest(locate(spec, tile, pieces).take(read(spec.name))) != listed.post:
             raise InvalidInputError(
                 f"{spec.name} was written while it was published; the version is committed as it was read",
                 hint="let publish() return before the next optimizer step",

@@ -10,6 +10,7 @@ from slackwater.checkpoint.digest import object_digest
 from slackwater.checkpoint.keys import head_key, manifest_key, signature_key
 from slackwater.checkpoint.manifest import MAX_MANIFEST_BYTES, Manifest, encode_manifest
 from slackwater.checkpoint.rules import decode_manifest
+from slackwater.clock import Clock, SystemClock
 from slackwater.errors import (
     CorruptError,
     LostRaceError,
@@ -19,8 +20,11 @@ from slackwater.errors import (
     UnsupportedError,
 )
 from slackwater.ids import RunId, Version
-from slackwater.publish.lineage import HeadBucket, HeadHint, Tip, check_tip, read_manifest
+from slackwater.publish.lineage import HeadBucket, HeadHint, Tip, check_tip, find_head, read_manifest
 
+LOOK_AGAIN_S: Final = 900.0
+"""Seconds without a commit after which a publisher looks for the head before the next one. Less than the minimum age of
+what `slackwater gc` deletes, an hour: so no number that was taken meanwhile has been collected yet."""
 OPENING_BYTES: Final = 1024
 """How much of a manifest tells it from every other: its state, its time and its first objects lie there."""
 
@@ -89,11 +93,15 @@ class Committer:
     Args:
         bucket: Where to.
         signer: Signs each manifest; None leaves them unsigned.
+        clock: Its monotonic time says when the head has to be looked for again.
     """
 
-    def __init__(self, bucket: CommitBucket, signer: Signs | None = None) -> None:
+    def __init__(self, bucket: CommitBucket, signer: Signs | None = None, clock: Clock | None = None) -> None:
         self._bucket: Final = bucket
         self._signer: Final = signer
+        self._clock: Final[Clock] = clock or SystemClock()
+        self._looked_s: float | None = None
+        """When it was last known that nobody had gone on; None: not yet."""
         self._is_kept: bool | None = None
         """Whether the store keeps create-if-absent; None: it wasn't told yet."""
         self._made: tuple[Tip, bytes] | None = None
@@ -103,7 +111,8 @@ class Committer:
         """Create a manifest, once all its objects are there, its signature among them.
 
         That the version before is still what it was is one request: for `OPENING_BYTES` where it was made here, else,
-        as after a start, for its whole manifest.
+        as after a start, for its whole manifest. After `LOOK_AGAIN_S` without a commit the head is looked for, with a
+        listing: others may have gone on, and retention have taken the very number that comes next.
 
         Args:
             manifest: The version.
@@ -120,14 +129,28 @@ class Committer:
         """
         if self._is_kept is False:
             raise self._refusal(f"version {manifest.version} of {manifest.run} isn't committed")
+        now_s = self._clock.monotonic()
+        if self._looked_s is None or now_s - self._looked_s >= LOOK_AGAIN_S:
+            self._check_newest(manifest.run, after)
         if after is not None and not self._made_it(manifest.run, after):
             check_tip(self._bucket, manifest.run, after)
         is_new = _create(self._bucket, manifest, body, self._signer)
+        self._looked_s = now_s
         self._made = Tip(version=manifest.version, state=manifest.state), body[:OPENING_BYTES]
         if self._is_kept is None:
             self._is_kept = not is_new or self._finds_it(manifest, body)
         if self._is_kept is False:
             raise self._refusal(f"version {manifest.version} of {manifest.run} is committed and whole")
+
+    def _check_newest(self, run: RunId, after: Tip | None) -> None:
+        known = None if after is None else after.version
+        head = find_head(self._bucket, run, at_least=known)
+        if head is not None and head != known:
+            raise LostRaceError(
+                f"others have gone on with {run} to version {head}, and this publisher stood at "
+                f"{'its beginning' if known is None else f'version {known}'}",
+                hint="one trainer publishes a run: stop the other one, or open the publisher again",
+            )
 
     def _made_it(self, run: RunId, tip: Tip) -> bool:
         """Whether a version was made here and lies as it was made, by its state, its time and its first objects."""

@@ -11,14 +11,15 @@ from slackwater.checkpoint.columns import to_column
 from slackwater.checkpoint.digest import object_digest
 from slackwater.checkpoint.keys import blob_key
 from slackwater.checkpoint.manifest import ENCODINGS, MAX_NANS, Bodies, ObjectRef, Tiles
+from slackwater.checkpoint.pieces import held_elements
 from slackwater.checkpoint.state import StateTable
-from slackwater.checkpoint.tensor import Bits
+from slackwater.checkpoint.tensor import WIDTHS, Bits
 from slackwater.errors import CorruptError
 from slackwater.ids import RunId
 from slackwater.publish.plan import BLOB_BYTES
 from slackwater.weights.diff import Compared, compare, encode
 from slackwater.weights.glimpse import Glimpse, check_unwritten
-from slackwater.weights.source import TensorSource
+from slackwater.weights.source import TensorSource, pieces_of
 
 Progress = Callable[[str, int, int], None]
 """Told the stage, how much is done, and of how much."""
@@ -95,10 +96,14 @@ class DeltaEncoder:
         run: Under which the objects' keys lie.
         source: The state after.
         held: The state before; it has all of the source's tensors with equal specs.
-        baseline: Its bits; they stay as they are until `finish` returns.
+        baseline: Its bits; they stay as they are until `finish` returns. Of tensors that the source has in pieces, the
+            same pieces.
         effort: How.
         put: Takes each object once its bytes are known.
         progress: Told the stage ``encode`` in bytes that were read.
+
+    Raises:
+        InvalidInputError: A piece that the source has ends inside a tile.
     """
 
     def __init__(
@@ -113,6 +118,7 @@ class DeltaEncoder:
         progress: Progress,
     ) -> None:
         self._source: Final = source
+        self._pieces: Final = pieces_of(source)
         self._held: Final = held
         self._baseline: Final = baseline
         self._effort: Final = effort
@@ -128,10 +134,11 @@ class DeltaEncoder:
             InvalidInputError: It was written meanwhile, or its bits aren't those of its specs.
         """
         outline, source = self._held.outline, self._source
-        total = sum(spec.num_bytes for spec in source.specs().values())
+        total = sum(held_elements(spec, self._pieces) * WIDTHS[spec.dtype] for spec in source.specs().values())
         seen: list[Glimpse] = []
         done = 0
-        for compared in compare(source, outline, self._baseline, threads=self._effort.threads):
+        found = compare(source, outline, self._baseline, threads=self._effort.threads, pieces=self._pieces)
+        for compared in found:
             tiles = (outline.place(number) for bundle in compared.batch for number in bundle)
             done += sum(tile.count * spec.bits_dtype.itemsize for spec, tile in tiles)
             self._progress("encode", done, total)
@@ -164,7 +171,8 @@ class DeltaEncoder:
 
     def _encode(self) -> None:
         level, threads = self._effort.level, self._effort.threads
-        for bodies in encode(self._waiting, self._held.outline, self._baseline, level=level, threads=threads):
+        outline, pieces = self._held.outline, self._pieces
+        for bodies in encode(self._waiting, outline, self._baseline, level=level, threads=threads, pieces=pieces):
             if bodies:
                 self._listed.add(self._held, self._packs.add([body.body for body in bodies]), bodies)
         self._waiting.clear()

@@ -1,4 +1,4 @@
-"""How the ranks of one trainer talk while they publish: small messages to rank 0, and its answer to all."""
+"""How the ranks of one trainer talk while they publish: messages to rank 0, and its answer to all."""
 
 import threading
 from typing import Final, Protocol

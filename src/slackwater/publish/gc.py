@@ -1,7 +1,8 @@
 """Garbage collection: survey a run, plan by `slackwater.publish.retention`, and delete in the plan's order."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, takewhile
@@ -9,11 +10,11 @@ from typing import Final, Protocol
 
 import msgspec
 
-from slackwater.bucket.base import Abort, Delete, Get, List, Put, Unfinished
+from slackwater.bucket.base import Abort, Delete, Get, List, ObjectInfo, Put, Unfinished
 from slackwater.checkpoint.digest import object_digest
 from slackwater.checkpoint.keys import fold_key, head_key, manifest_key, parse_fold_key, signature_key
 from slackwater.checkpoint.manifest import Manifest
-from slackwater.errors import AuthError, ConflictError, CorruptError, UnsupportedError
+from slackwater.errors import AuthError, ConflictError, CorruptError, NotFoundError, UnsupportedError
 from slackwater.ids import ObjectDigest, RunId, Version
 from slackwater.publish.delta import Progress
 from slackwater.publish.history import read_numbers
@@ -103,7 +104,7 @@ def survey(
     begun, blind = _begun(bucket, run)
     return Contents(
         run=run,
-        objects=objects,
+        objects=(*objects, *_late(bucket, manifests.values(), {item.key for item in objects})),
         manifests=manifests,
         folds=folds,
         digests=source.digests,
@@ -120,6 +121,15 @@ def _begun(bucket: List, run: RunId) -> tuple[tuple[Unfinished, ...], str | None
         return tuple(bucket.unfinished(run)), None
     except (UnsupportedError, AuthError) as error:
         return (), str(error)
+
+
+def _late(bucket: Get, manifests: Iterable[Manifest], listed: Collection[str]) -> Iterator[ObjectInfo]:
+    """Objects that a listing passed before they were written: their versions were committed while it was made."""
+    missing = {ref.key: ref for manifest in manifests for ref in manifest.objects if ref.size and ref.key not in listed}
+    for ref in missing.values():
+        with suppress(NotFoundError, CorruptError):
+            bucket.get_range(ref.key, ref.size - 1, 1)
+            yield ObjectInfo(key=ref.key, size=ref.size)
 
 
 def _read(key: str, read: Callable[[], Manifest]) -> Manifest:

@@ -72,7 +72,7 @@ def find_head(
     Raises:
         AuthError: There is no hint, and the credentials may not list: nothing tells an empty run from a collected one.
     """
-    hint = _read_hint(bucket, run)
+    hint = read_hint(bucket, run)
     start = at_least
     if hint is not None and (start is None or hint > start) and is_there(bucket, run, hint):
         start = hint
@@ -157,7 +157,8 @@ def _list_numbers(bucket: List, run: RunId, *, may_fail: bool) -> list[Version]:
         return []
 
 
-def _read_hint(bucket: Get, run: RunId) -> Version | None:
+def read_hint(bucket: Get, run: RunId) -> Version | None:
+    """The version that the head hint names; None where there is none, or none that can be read."""
     try:
         body = bucket.get(head_key(run), max_bytes=_MAX_HINT_BYTES)
         return Version(max(0, msgspec.json.decode(body, type=HeadHint).version))

@@ -21,9 +21,9 @@ import numpy as np
 
 from slackwater.checkpoint.digest import tile_digest
 from slackwater.checkpoint.outline import Outline
-from slackwater.checkpoint.state import StateTable
+from slackwater.checkpoint.pieces import WHOLE, Pieces, held_elements, held_numbers, locate
 from slackwater.checkpoint.tensor import Bits, TensorSpec
-from slackwater.errors import CorruptError, InvalidInputError, NotFoundError, WrongBaseError
+from slackwater.errors import ConflictError, CorruptError, InvalidInputError, NotFoundError, WrongBaseError
 from slackwater.ids import RunId, Version
 from slackwater.publish.baseline import Store, apply
 from slackwater.publish.objects import fetch_object
@@ -32,6 +32,7 @@ from slackwater.publish.restore import Restored, outline
 
 _LOG: Final = logging.getLogger(__name__)
 _ALIGNMENT: Final = 64
+_Lengths = list[tuple[TensorSpec, int]]
 
 
 class _Note(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -42,7 +43,7 @@ class _Note(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MappedStore:
-    """Bits in ``baseline.bin`` of a folder: tensors by rising name, each from a multiple of 64 bytes on.
+    """Bits in ``baseline.bin`` of a folder: tensors, or pieces, by rising name, each from a multiple of 64 bytes on.
 
     The folder takes the model's size, and is for one publisher, or one rank, at a time.
 
@@ -72,21 +73,21 @@ class MappedStore:
         """Let others have the folder. What is held stays mapped, and must not be written any more."""
         self._unlock()
 
-    def load(self, version: Version, names: Collection[str] | None) -> Restored:
+    def load(self, version: Version, names: Collection[str] | None, pieces: Pieces = WHOLE) -> Restored:
         """See `slackwater.publish.baseline.Store.load`."""
         try:
-            held = self._resume(version, names)
+            held = self._resume(version, names, pieces)
         except (CorruptError, NotFoundError, WrongBaseError) as error:
             _LOG.warning("%s is no help to version %d of %s: %s", self._file, version, self._run, error)
             held = None
-        return self.keep(self._rebuild.load(version, names)) if held is None else held
+        return self.keep(self._rebuild.load(version, names, pieces)) if held is None else held
 
     def keep(self, held: Restored) -> Restored:
         """See `slackwater.publish.baseline.Store.keep`. Copies the bits."""
         with self._writing():
             self._note.unlink(missing_ok=True)
             self._file.unlink(missing_ok=True)  # an earlier mapping keeps its own bits
-            bits = _map(self._file, _specs(held.table.outline, held.bits))
+            bits = _map(self._file, _lengths(held.table.outline, held.bits, held.pieces))
         for name, source in held.bits.items():
             bits[name][:] = source
         kept = replace(held, bits=bits)
@@ -110,17 +111,23 @@ class MappedStore:
                 hint="give each publisher, and each rank, a folder of its own that it may write and that has room",
             ) from error
 
-    def _resume(self, version: Version, names: Collection[str] | None) -> Restored | None:
+    def _resume(self, version: Version, names: Collection[str] | None, pieces: Pieces) -> Restored | None:
         """What the file holds of a version, once what it has missed is applied; None where that isn't enough."""
         noted = self._read_note()
         if noted is None:
             return None
+        if noted > version:  # written after that commit was answered
+            raise ConflictError(
+                f"{self._note} tells of version {noted} of {self._run}, and version {version} is the newest that is "
+                "there: the bucket was set back",
+                hint="start a new run or put the lost versions back; without that folder it goes on all the same",
+            )
         now = outline(self._bucket, self._run, version)
-        specs = _specs(now.table.outline, now.table.outline.by_name if names is None else names)
-        if self._file.stat().st_size != _size(specs):
+        lengths = _lengths(now.table.outline, now.table.outline.by_name if names is None else names, pieces)
+        if self._file.stat().st_size != _size(lengths):
             return None
-        held = replace(now, bits=_map(self._file, specs))
-        if _holds(now.table, held.bits):
+        held = replace(now, bits=_map(self._file, lengths), pieces=pieces)
+        if _holds(held):
             self.moved(held)
             return held
         return self._catch_up(held, noted)
@@ -131,8 +138,8 @@ class MappedStore:
         for manifest in read_path(self._bucket, self._run, held.version, held=noted):
             if manifest.kind == "anchor":
                 return None
-            apply(manifest, held.table.outline, partial(fetch_object, self._bucket), held.bits)
-        if not _holds(held.table, held.bits):
+            apply(manifest, held.table.outline, partial(fetch_object, self._bucket), held.bits, held.pieces)
+        if not _holds(held):
             return None
         self.moved(held)
         return held
@@ -145,39 +152,40 @@ class MappedStore:
         return Version(note.version) if note.run == self._run and self._file.is_file() else None
 
 
-def _specs(outline: Outline, names: Iterable[str]) -> list[TensorSpec]:
+def _lengths(outline: Outline, names: Iterable[str], pieces: Pieces) -> _Lengths:
+    """How many elements are held of some tensors, by rising name."""
     wanted = frozenset(names)
-    return [spec for spec in outline.specs if spec.name in wanted]
+    return [(spec, held_elements(spec, pieces)) for spec in outline.specs if spec.name in wanted]
 
 
-def _size(specs: Iterable[TensorSpec]) -> int:
-    return sum(-(-spec.num_bytes // _ALIGNMENT) * _ALIGNMENT for spec in specs)
+def _size(lengths: _Lengths) -> int:
+    return sum(-(-length * spec.bits_dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for spec, length in lengths)
 
 
-def _map(file: Path, specs: list[TensorSpec]) -> Mapping[str, Bits]:
+def _map(file: Path, lengths: _Lengths) -> Mapping[str, Bits]:
     """Tensors in a file, which is made as large as they are; bits that it hasn't are zero."""
-    size = _size(specs)
+    size = _size(lengths)
     if size == 0:
         file.touch()
-        return {spec.name: np.empty(0, dtype=spec.bits_dtype) for spec in specs}
+        return {spec.name: np.empty(0, dtype=spec.bits_dtype) for spec, _ in lengths}
     with file.open("ab") as sized:
         os.posix_fallocate(sized.fileno(), 0, size)  # a disk that is full is told here, not by a signal later
     whole = np.memmap(file, dtype=np.uint8, mode="r+", shape=(size,))
     bits: dict[str, Bits] = {}
     begin = 0
-    for spec in specs:
-        bits[spec.name] = whole[begin : begin + spec.num_bytes].view(np.ndarray).view(spec.bits_dtype)
-        begin += _size([spec])
+    for spec, length in lengths:
+        num_bytes = length * spec.bits_dtype.itemsize
+        bits[spec.name] = whole[begin : begin + num_bytes].view(np.ndarray).view(spec.bits_dtype)
+        begin += _size([(spec, length)])
     return bits
 
 
-def _holds(table: StateTable, bits: Mapping[str, Bits]) -> bool:
-    """Whether all tiles of the tensors held are those of a state."""
-    outline = table.outline
-    for name in bits:
-        tensor = outline.by_name[name]
-        for number in range(*outline.first_tiles[tensor : tensor + 2]):
-            _, tile = outline.place(number)
-            if tile_digest(tile.take(bits[name])) != int(table.tiles[number]):
+def _holds(held: Restored) -> bool:
+    """Whether all tiles held are those of the version."""
+    table, outline = held.table, held.table.outline
+    for name, bits in held.bits.items():
+        for number in held_numbers(outline, name, held.pieces):
+            spec, tile = outline.place(number)
+            if tile_digest(locate(spec, tile, held.pieces).take(bits)) != int(table.tiles[number]):
                 return False
     return True

@@ -1,5 +1,6 @@
 """The ranks' parts of a version become one manifest. Each part is a manifest of its own, of that rank's tensors."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 
@@ -10,6 +11,7 @@ from slackwater.checkpoint.columns import from_column, to_column
 from slackwater.checkpoint.groups import group_key, groups
 from slackwater.checkpoint.manifest import MAX_NANS, AnchorTensor, Bodies, Manifest, ObjectRef, Tiles
 from slackwater.checkpoint.outline import Outline
+from slackwater.checkpoint.pieces import Piece, num_lines
 from slackwater.checkpoint.state import StateTable
 from slackwater.checkpoint.tensor import TensorSpec
 from slackwater.errors import CorruptError, InvalidInputError
@@ -33,15 +35,23 @@ def share_out(specs: Iterable[TensorSpec], world: int) -> list[list[str]]:
     return [sorted(share) for share in shares]
 
 
-def check_shares(shares: Sequence[Iterable[str]], wanted: Iterable[str] | None) -> None:
-    """Check that ranks own whole tensors and whole groups, each once, and together all.
+def check_shares(
+    shares: Sequence[Iterable[str]],
+    wanted: Iterable[str] | None,
+    pieces: Sequence[Iterable[tuple[TensorSpec, Piece]]] = (),
+) -> None:
+    """Check that ranks own each tensor once, whole or in pieces, and together all.
+
+    The tensors of a group that are whole have one owner; its pieces lie where the trainer has them.
 
     Args:
-        shares: The names of each rank's tensors.
+        shares: The names of the tensors that each rank has whole.
         wanted: The lineage's tensors; None before its first anchor.
+        pieces: What each rank has of others, with edges that are those of tiles.
 
     Raises:
-        InvalidInputError: A tensor has two owners or none, or a group is parted; the message names it.
+        InvalidInputError: A tensor, or a line of one, has two owners or none, or a group is parted; the message names
+            it.
     """
     owners: dict[str, int] = {}
     keys: dict[str, int] = {}
@@ -56,9 +66,49 @@ def check_shares(shares: Sequence[Iterable[str]], wanted: Iterable[str] | None) 
                 f"{name} of rank {rank} loads together with tensors of rank {keys[group_key(name)]}",
                 hint="share tensors out by groups: slackwater.publish.merge.share_out does",
             )
-    missing = sorted(set(wanted or ()) - owners.keys())
+    parted = _check_pieces(pieces, owners)
+    missing = sorted(set(wanted or ()) - owners.keys() - parted)
     if missing:
         raise InvalidInputError(f"no rank publishes {missing[0]}", hint="the ranks' tensors are together the model")
+
+
+def _check_pieces(pieces: Sequence[Iterable[tuple[TensorSpec, Piece]]], owners: Mapping[str, int]) -> frozenset[str]:
+    """The tensors that are in pieces: of one kind at all ranks, each line once."""
+    specs: dict[str, TensorSpec] = {}
+    found: defaultdict[str, list[tuple[int, int, int]]] = defaultdict(list)
+    for rank, (spec, piece) in ((rank, held) for rank, share in enumerate(pieces) for held in share):
+        if spec.name in owners:
+            raise InvalidInputError(
+                f"{spec.name} is published whole by rank {owners[spec.name]}, and in pieces by rank {rank}",
+                hint="give it whole to one rank, or in pieces to several",
+            )
+        other = specs.setdefault(spec.name, spec)
+        if other != spec:
+            raise InvalidInputError(
+                f"{spec.name} is {spec.dtype} {list(spec.shape)} on rank {rank}, and {other.dtype} "
+                f"{list(other.shape)} on another",
+                hint="a piece's spec is that of the whole tensor, the same on all ranks",
+            )
+        found[spec.name].append((piece.begin, piece.end, rank))
+    for name, lines in found.items():
+        _check_lines(name, sorted(lines), num_lines(specs[name]))
+    return frozenset(found)
+
+
+def _check_lines(name: str, lines: Sequence[tuple[int, int, int]], count: int) -> None:
+    """Check that lines, each with its rank, follow on one another from the first to the last."""
+    done, owner = 0, 0
+    for begin, end, rank in [*lines, (count, count, 0)]:
+        if begin > done:
+            raise InvalidInputError(
+                f"no rank publishes lines {done} to {begin} of {name}", hint="the ranks' pieces are together the tensor"
+            )
+        if begin < done:
+            raise InvalidInputError(
+                f"line {begin} of {name} is published by rank {owner} and by rank {rank}",
+                hint="of ranks that hold the same lines one publishes them, and the others leave the tensor out",
+            )
+        done, owner = end, rank
 
 
 def merge_deltas(held: StateTable, parts: Sequence[Manifest]) -> Manifest:
@@ -66,7 +116,7 @@ def merge_deltas(held: StateTable, parts: Sequence[Manifest]) -> Manifest:
 
     Args:
         held: The state that all were made on.
-        parts: By rank; their tensors are disjoint.
+        parts: By rank; their tiles are disjoint. Where several change a tensor, its sum moves by what each adds to it.
 
     Raises:
         CorruptError: One was made on another state, or two change the same tile.
@@ -80,7 +130,7 @@ def merge_deltas(held: StateTable, parts: Sequence[Manifest]) -> Manifest:
         numbers += listed.number
         tensors = sorted({held.outline.tensor_of(number) for number in listed.number})
         tiles[list(listed.number)] = listed.post
-        sums[tensors] = from_column(listed.sums, len(tensors), "tiles.sums")
+        sums[tensors] += from_column(listed.sums, len(tensors), "tiles.sums") - held.sums[tensors]  # modulo 2**64
     if len(set(numbers)) != len(numbers):
         raise CorruptError("two ranks changed the same tile")
     changed = sorted({held.outline.tensor_of(number) for number in numbers})

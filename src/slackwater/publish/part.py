@@ -1,4 +1,4 @@
-"""Some tensors of a version, rebuilt from the bucket and proved: what one rank of several diffs against."""
+"""Some tensors of a version, or pieces, rebuilt from the bucket and proved: what one rank of several diffs against."""
 
 from collections.abc import Collection, Sequence
 from functools import partial
@@ -9,12 +9,20 @@ import numpy as np
 from slackwater.bucket.base import Get
 from slackwater.checkpoint.digest import tile_digest
 from slackwater.checkpoint.manifest import AnchorTensor, Manifest
-from slackwater.checkpoint.outline import Outline
+from slackwater.checkpoint.pieces import (
+    WHOLE,
+    Pieces,
+    held_elements,
+    held_numbers,
+    held_tile,
+    locate,
+    stripes,
+)
 from slackwater.checkpoint.state import StateTable
 from slackwater.checkpoint.tensor import Bits
 from slackwater.errors import CorruptError
 from slackwater.ids import RunId, Version
-from slackwater.publish.baseline import apply
+from slackwater.publish.baseline import apply, narrowed
 from slackwater.publish.objects import PIECE_BYTES, fetch_object
 from slackwater.publish.path import Reads, along
 from slackwater.publish.restore import Restored
@@ -22,6 +30,8 @@ from slackwater.publish.restore import Restored
 
 class PartStore:
     """A `slackwater.publish.baseline.Store` in memory that fetches no anchor's bytes but those of its own tensors.
+
+    Of a piece that is columns, it fetches the rows whole, a few at a time.
 
     Args:
         bucket: Where the run lies.
@@ -32,9 +42,9 @@ class PartStore:
         self._bucket: Final = bucket
         self._run: Final = run
 
-    def load(self, version: Version, names: Collection[str] | None) -> Restored:
+    def load(self, version: Version, names: Collection[str] | None, pieces: Pieces = WHOLE) -> Restored:
         """See `slackwater.publish.baseline.Store.load`."""
-        return along(self._bucket, self._run, version, partial(_load, self._bucket, names))
+        return along(self._bucket, self._run, version, partial(_load, self._bucket, names, pieces))
 
     def keep(self, held: Restored) -> Restored:
         """See `slackwater.publish.baseline.Store.keep`."""
@@ -44,52 +54,57 @@ class PartStore:
         """See `slackwater.publish.baseline.Store.moved`."""
 
 
-def _load(bucket: Get, names: Collection[str] | None, path: list[Manifest]) -> Restored:
+def _load(bucket: Get, names: Collection[str] | None, pieces: Pieces, path: list[Manifest]) -> Restored:
     anchor = path[0]
     first = table = StateTable.of_anchor(anchor)
     for manifest in path[1:]:
         table = table.after(manifest)
-    wanted = frozenset(table.outline.by_name if names is None else names)
-    sharing = _sharing(path[1:], table.outline, wanted)
-    bits = {t.name: _fetch(bucket, anchor, t, first) for t in anchor.tensors if t.name in sharing}
+    outline = table.outline
+    wanted = frozenset(outline.by_name if names is None else names) & outline.by_name.keys()
+    numbers = frozenset(number for name in wanted for number in held_numbers(outline, name, pieces))
+    more = [outline.place(number) for number in _sharing(path[1:], numbers) - numbers]
+    read_names = wanted.union(spec.name for spec, _ in more)
+    beyond = {spec.name for spec, tile in more if held_tile(spec, tile, pieces) is None}
+    read_pieces = {name: piece for name, piece in pieces.items() if name in read_names - beyond}
+    bits = {t.name: _fetch(bucket, anchor, t, first, read_pieces) for t in anchor.tensors if t.name in read_names}
     for manifest in path[1:]:
-        apply(manifest, table.outline, partial(fetch_object, bucket), bits)
-    return Restored(
+        apply(manifest, outline, partial(fetch_object, bucket), bits, read_pieces)
+    held = Restored(
         version=path[-1].version,
         anchor=anchor.version,
         files=anchor.folder,
         table=table,
-        bits={name: tensor for name, tensor in bits.items() if name in wanted},
+        bits=bits,
+        pieces=read_pieces,
     )
+    return narrowed(held, names, pieces)
 
 
-def _sharing(deltas: Sequence[Manifest], outline: Outline, names: frozenset[str]) -> frozenset[str]:
-    """The tensors without which these can't be made: bodies are decoded whole."""
+def _sharing(deltas: Sequence[Manifest], numbers: frozenset[int]) -> frozenset[int]:
+    """The tiles without which these can't be made: bodies are decoded whole."""
     bodies = [
-        frozenset(outline.place(tile.number)[0].name for tile in entry.tiles)
+        frozenset(tile.number for tile in entry.tiles)
         for manifest in deltas
         for entry in manifest.listed()
         if len(entry.tiles) > 1
     ]
     while True:
-        more = names.union(*(body for body in bodies if body & names))
-        if more == names:
-            return names
-        names = more
+        more = numbers.union(*(body for body in bodies if body & numbers))
+        if more == numbers:
+            return numbers
+        numbers = more
 
 
-def _fetch(bucket: Get, anchor: Manifest, tensor: AnchorTensor, table: StateTable) -> Bits:
-    """A tensor out of its file; its tiles' digests prove it."""
-    spec, outline = tensor.spec, table.outline
-    body = np.empty(spec.num_bytes, dtype=np.uint8)
-    for start in range(0, spec.num_bytes, PIECE_BYTES):
-        length = min(PIECE_BYTES, spec.num_bytes - start)
-        piece = bucket.get_range(anchor.objects[tensor.object].key, tensor.offset + start, length)
-        body[start : start + length] = np.frombuffer(piece, dtype=np.uint8)
-    bits = body.view(spec.bits_dtype)
-    index = outline.by_name[spec.name]
-    for number in range(*outline.first_tiles[index : index + 2]):
+def _fetch(bucket: Get, anchor: Manifest, tensor: AnchorTensor, table: StateTable, pieces: Pieces) -> Bits:
+    """A tensor, or a piece of it, out of its file; its tiles' digests prove it."""
+    spec, outline, key = tensor.spec, table.outline, anchor.objects[tensor.object].key
+    bits, width = np.empty(held_elements(spec, pieces), dtype=spec.bits_dtype), spec.bits_dtype.itemsize
+    for stripe in stripes(spec, pieces.get(spec.name), PIECE_BYTES):
+        begin, end = stripe.span.start * width, stripe.span.stop * width
+        body = bucket.get_range(key, tensor.offset + begin, end - begin)
+        bits[stripe.held] = stripe.tile.take(np.frombuffer(body, dtype=spec.bits_dtype))
+    for number in held_numbers(outline, spec.name, pieces):
         _, tile = outline.place(number)
-        if tile_digest(tile.take(bits)) != int(table.tiles[number]):
+        if tile_digest(locate(spec, tile, pieces).take(bits)) != int(table.tiles[number]):
             raise CorruptError(f"{spec.name} tile {tile.index} isn't that of anchor {anchor.version}")
     return bits

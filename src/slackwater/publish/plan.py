@@ -1,7 +1,8 @@
 """What the next version is, and whether a source fits it."""
 
 from collections.abc import Mapping
-from typing import Final, Literal
+from operator import index
+from typing import Final, Literal, SupportsIndex
 
 import msgspec
 
@@ -43,6 +44,21 @@ def decide(*, anchor_every: int, since_anchor: int | None, forced: bool) -> Lite
     return "delta"
 
 
+def check_step(step: SupportsIndex) -> int:
+    """The trainer's step as a manifest holds it.
+
+    Raises:
+        InvalidInputError: It is no whole number, or out of its bounds.
+    """
+    is_whole = isinstance(step, SupportsIndex)  # pyright: ignore[reportUnnecessaryIsInstance] : a caller's slip
+    number = index(step) if is_whole and not isinstance(step, bool) else -1
+    if not 0 <= number < 1 << 63:
+        raise InvalidInputError(
+            f"step {step!r} is no whole number from 0 to 2**63 - 1", hint="count the trainer's steps"
+        )
+    return number
+
+
 def check_fits(kind: Literal["anchor", "delta"], held: Mapping[str, TensorSpec], new: Mapping[str, TensorSpec]) -> None:
     """Check a source against the lineage's tensors, before anything is encoded.
 
@@ -53,10 +69,10 @@ def check_fits(kind: Literal["anchor", "delta"], held: Mapping[str, TensorSpec],
     """
     for name, spec in new.items():
         if name not in held:
-            raise InvalidInputError(f"{name} isn't in this lineage", hint=_advise_on_name(name, held, new))
+            raise InvalidInputError(f"{name} isn't in this run", hint=_advise_on_name(name, held, new))
         if spec != held[name]:
             raise InvalidInputError(
-                f"{name} is {spec.dtype} {list(spec.shape)}, and in this lineage "
+                f"{name} is {spec.dtype} {list(spec.shape)}, and in this run "
                 f"{held[name].dtype} {list(held[name].shape)}",
                 hint=_advise_on_dtype(spec, held[name]),
             )
@@ -74,7 +90,7 @@ def _advise_on_name(name: str, held: Mapping[str, TensorSpec], new: Mapping[str,
     if renamed is None:
         return _ANOTHER_MODEL
     theirs, ours = renamed
-    return f"if {theirs} is what this lineage calls {ours}, name it so; {_ANOTHER_MODEL}"
+    return f"if {theirs} is what this run calls {ours}, name it so; {_ANOTHER_MODEL}"
 
 
 def _advise_on_dtype(new: TensorSpec, held: TensorSpec) -> str:
@@ -82,7 +98,7 @@ def _advise_on_dtype(new: TensorSpec, held: TensorSpec) -> str:
         return _QUANTISE
     if new.shape == held.shape:
         return f"cast to the serving dtype, or {_ANOTHER_MODEL}"
-    return f"give whole tensors, or {_ANOTHER_MODEL}"
+    return f"give whole tensors, or a rank's pieces by PartedSource; {_ANOTHER_MODEL}"
 
 
 def check_config(config: bytes | bytearray, specs: Mapping[str, TensorSpec]) -> None:
@@ -121,6 +137,6 @@ def check_side_files(kind: Literal["anchor", "delta"], held: Mapping[str, str], 
     for file in sorted(held.keys() | new.keys() if kind == "anchor" else new):
         if held.get(file) != new.get(file):
             raise InvalidInputError(
-                f"{file} isn't that of this lineage: the same weights would be another model",
-                hint="give the files of the run's first anchor (folder_files, --files), or publish under another run",
+                f"{file} isn't that of this run: the same weights would be another model",
+                hint="give the files of the run's first anchor by folder_files or --files, or take another run",
             )

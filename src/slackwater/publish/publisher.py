@@ -27,17 +27,19 @@ from slackwater.publish.draft import DeltaDraft, Draft, Label, draft_anchor
 from slackwater.publish.folding import Folding
 from slackwater.publish.hint import HintWriter
 from slackwater.publish.mapped import MappedStore
-from slackwater.publish.plan import check_config, check_fits, check_side_files, decide
+from slackwater.publish.plan import check_config, check_fits, check_side_files, check_step, decide
 from slackwater.publish.published import Published as Published  # noqa: PLC0414 (a part of this interface)
 from slackwater.publish.published import report
-from slackwater.publish.restore import Restored
+from slackwater.publish.restore import Restored, tip_before
 from slackwater.publish.upload import Uploads, linkable
 from slackwater.weights.completed import CompletedSource
 from slackwater.weights.file_digests import FileDigests
 from slackwater.weights.image import CONFIG, FolderImage, take_image
-from slackwater.weights.source import FolderSource, Follows, TensorSource, side_files
+from slackwater.weights.source import FolderSource, Follows, TensorSource, pieces_of, side_files
 
 _LOG: Final = logging.getLogger(__name__)
+_TOKENIZERS: Final = ("tokenizer", "vocab", "tiktoken", "spiece")
+"""How the names of files begin of which a model has one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +104,7 @@ class Publisher:
         progress: Progress | None = None,
     ) -> None:
         if min(anchor_every, threads) < 1:
-            raise InvalidInputError(f"anchor_every={anchor_every} and threads={threads} are both 1 or more")
+            raise InvalidInputError(f"anchor_every={anchor_every} and threads={threads}: both must be 1 or more")
         if level not in get_args(Level):
             raise InvalidInputError(f"there is no level {level!r}", hint="take fast, or wan for fewer bytes")
         self._bucket = bucket
@@ -110,8 +112,8 @@ class Publisher:
         self._anchor_every = anchor_every
         self._level: Level = level
         self._threads = threads
-        self._committer = Committer(bucket, signer)
         self._clock: Clock = clock or SystemClock()
+        self._committer = Committer(bucket, signer, self._clock)
         self._progress: Progress = progress or tell_nobody
         memory = MemoryStore(bucket, self._run)
         self._mapped = None if baseline_dir is None else MappedStore(Path(baseline_dir), bucket, self._run, memory)
@@ -164,12 +166,14 @@ class Publisher:
         """Close it at the end of the block."""
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """See `close`."""
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """See `close`. Where the block failed no more folds are made."""
+        if kind is not None and self._folding is not None:
+            self._folding.close()
         self.close()
 
     def close(self) -> None:
-        """Wait for what is on its way, and publish no more.
+        """Wait for what is on its way, folds that are due included, and publish no more.
 
         Raises:
             SlackwaterError: What was on its way failed, and its handle hasn't told that.
@@ -179,6 +183,7 @@ class Publisher:
         finally:
             self._hint.flush()
             if self._folding is not None:
+                self._folding.wait()
                 self._folding.close()
             if self._mapped is not None:
                 self._mapped.close()
@@ -257,8 +262,7 @@ class Publisher:
 
     def _begin(self, wanted: _Wanted, withdrawal: Withdrawal) -> _Work:
         """All that reads the source: an anchor is copied, and of a delta what changed."""
-        if wanted.step < 0:
-            raise InvalidInputError(f"step {wanted.step} is below 0")
+        _check_whole(wanted.source)
         self._baseline.sync(with_bits=not wanted.is_anchor)
         held, began = self._baseline.held, self._clock.monotonic()
         since = None if held is None else held.version - held.anchor
@@ -287,6 +291,8 @@ class Publisher:
             folder = folder or (source.folder if isinstance(source, FolderSource) else None)
             source = CompletedSource(source, self.held_specs(), self._baseline.bits)
         image = take_image(source, folder)
+        if held is None and not any(name.startswith(_TOKENIZERS) for name in image.files):
+            _LOG.warning("run %s has no tokenizer, and all its versions have the files of this anchor", self._run)
         check_config(image.files[CONFIG], source.specs())
         return image
 
@@ -316,7 +322,7 @@ class Publisher:
             work.uploads.finish(self._progress)
         withdrawal.begin_commit()
         with self._baseline.committing():
-            self._committer.commit(draft.manifest, body, after=None if work.held is None else work.held.tip)
+            self._committer.commit(draft.manifest, body, after=tip_before(work.held, is_forced=work.is_forced))
         done = self._clock.monotonic()
         self._move(work, draft, source)
         self._tell(draft.manifest.version)
@@ -355,13 +361,29 @@ def _tell_absent(held: Mapping[str, TensorSpec], new: Mapping[str, TensorSpec]) 
     """Whether a source lacks tensors."""
     absent = sorted(held.keys() - new.keys())
     if absent:
-        _LOG.warning("%d tensors are absent and stay as they are, %s among them", len(absent), absent[0])
+        _LOG.warning("absent tensors stay as they are: %d, %s among them", len(absent), absent[0])
     return bool(absent)
+
+
+def _check_whole(source: TensorSource) -> None:
+    for name in pieces_of(source):
+        raise InvalidInputError(
+            f"a single publisher was given a piece of {name}",
+            hint="publish pieces with slackwater.publish.ranks.RankPublisher, on all ranks together",
+        )
 
 
 def _wanted(
     source: TensorSource, step: int, folder: Path | str | None, *, is_anchor: bool, room: int | None
 ) -> _Wanted:
+    if not isinstance(source, TensorSource):  # pyright: ignore[reportUnnecessaryIsInstance] : a caller's slip
+        raise InvalidInputError(
+            f"{type(source).__name__} is no source of tensors", hint="wrap a state dict: StateDictSource(tensors)"
+        )
     return _Wanted(
-        source=source, step=step, folder=None if folder is None else Path(folder), is_anchor=is_anchor, room=room
+        source=source,
+        step=check_step(step),
+        folder=None if folder is None else Path(folder),
+        is_anchor=is_anchor,
+        room=room,
     )

@@ -1,11 +1,12 @@
-"""A version published by all ranks of a trainer: each one compares, encodes and uploads its own tensors.
+"""A version published by all ranks of a trainer: each one compares, encodes and uploads its own tensors, or pieces.
 
-No weight moves between ranks, only manifests. Rank 0 merges them and commits; each rank moves its own baseline once it
-has been told so. Where any rank fails nobody commits, and all of them raise.
+No weight moves between ranks, only manifests; for an anchor alone, pieces are brought together at rank 0, which merges
+the manifests and commits. Each rank moves its own baseline once it has been told so. Where any rank fails nobody
+commits, and all of them raise.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -20,29 +21,42 @@ from slackwater.checkpoint.digest import object_digest
 from slackwater.checkpoint.keys import anchor_key
 from slackwater.checkpoint.manifest import Manifest, ObjectRef
 from slackwater.checkpoint.rules import decode_manifest
-from slackwater.checkpoint.shards import Shard, build_index, build_shard, cut_shards
 from slackwater.checkpoint.state import StateTable
 from slackwater.checkpoint.tensor import Bits, TensorSpec
 from slackwater.clock import Clock, SystemClock
 from slackwater.errors import InternalError, InvalidInputError, LostRaceError, SlackwaterError
 from slackwater.ids import RunId, Version, run_id
+from slackwater.publish.agreement import agree, check_none_failed, tell
 from slackwater.publish.background import ROOM_BYTES, Background, Handle, Withdrawal, check_may_wait
 from slackwater.publish.baseline import Baseline, check_unwritten
 from slackwater.publish.commit import Committer, Signs, encode_checked
 from slackwater.publish.delta import Effort, Progress, tell_nobody
 from slackwater.publish.draft import DeltaDraft, Draft, Label, draft_anchor
 from slackwater.publish.exchange import Exchange
+from slackwater.publish.gather import Gathering, plan_gathers
 from slackwater.publish.hint import HintWriter
 from slackwater.publish.mapped import MappedStore
 from slackwater.publish.merge import check_shares, merge_anchors, merge_deltas
 from slackwater.publish.part import PartStore
-from slackwater.publish.plan import check_config, check_fits, check_side_files, decide
+from slackwater.publish.plan import check_config, check_fits, check_side_files, check_step, decide
 from slackwater.publish.published import Published, report
-from slackwater.publish.restore import Restored
-from slackwater.publish.turn import STOPPED, Failure, Outcome, Part, Turn
+from slackwater.publish.rank_files import index_of, take_rank_image
+from slackwater.publish.restore import Restored, tip_before
+from slackwater.publish.turn import STOPPED, Failure, Offer, Outcome, Part, Plan, Turn
 from slackwater.publish.upload import Uploads, linkable
 from slackwater.weights.image import CONFIG, FolderImage
-from slackwater.weights.source import INDEX_FILE, FolderSource, Follows, TensorSource, side_files
+from slackwater.weights.source import INDEX_FILE, Follows, TensorSource, pieces_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Arranged:
+    """What ranks have agreed on."""
+
+    turn: Turn
+    plan: Plan
+    mine: Offer
+    all: Sequence[Offer]
+    """By rank; on rank 0 alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,14 +68,16 @@ class _Work:
     is_forced: bool
     """An anchor that was asked for: nothing that is in the bucket is trusted."""
     read: DeltaDraft | FolderImage
-    names: tuple[str, ...]
-    """The rank's tensors."""
+    offer: Offer
+    """The rank's tensors and pieces."""
+    kept: Mapping[str, Bits]
+    """Of an anchor, the rank's pieces."""
     uploads: Uploads
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Started:
-    """A version that all ranks are at: this rank's part, or why it has none."""
+    """A version that all ranks are at: this rank's part, or why it has none; neither where it stopped for another."""
 
     work: _Work | None = None
     failed: SlackwaterError | None = None
@@ -72,7 +88,7 @@ class RankPublisher:
     """One rank's publisher of a lineage. Every rank makes the same calls; each holds a copy of its own tensors.
 
     A rank owns whole tensors, and whole groups of them: `slackwater.publish.merge.share_out` deals them out. Tensors
-    that a trainer keeps in pieces are put together by their owner first.
+    that a trainer keeps in pieces are published so, by a source that is `slackwater.weights.source.Parted`.
 
     Args:
         bucket: Where to; each rank opens it itself.
@@ -127,7 +143,7 @@ class RankPublisher:
         self._mapped: Final = None if folder is None else MappedStore(folder, bucket, self._run, memory)
         self._baseline: Final = Baseline(bucket, self._run, self._mapped or memory)
         self._background: Final = Background[Published]()
-        self._committer: Final = Committer(bucket, signer)
+        self._committer: Final = Committer(bucket, signer, self._clock)
         self._hint: Final = HintWriter(bucket, self._run, self._clock)
 
     @property
@@ -136,7 +152,9 @@ class RankPublisher:
         return self._baseline.version
 
     def held_bits(self, name: str) -> Bits:
-        """One of this rank's tensors as it was last committed, flat. Not to be written. Waits for a version on its way.
+        """One of this rank's tensors, or its piece, as last committed, flat. Not to be written.
+
+        Waits for a version on its way.
 
         Raises:
             NotFoundError: Nothing is committed yet, or there is no such tensor here.
@@ -167,14 +185,14 @@ class RankPublisher:
         """Publish the next version, with all other ranks; it is committed when this returns.
 
         Args:
-            source: This rank's tensors, in the serving dtype: all that it owns, each time.
+            source: This rank's tensors, or pieces, in the serving dtype: all that it owns, each time.
             step: The trainer's step; rank 0's counts.
             folder_files: Rank 0's model folder, which gives an anchor its config, tokenizer and chat template.
             anchor: Publish an anchor now; rank 0's counts.
 
         Raises:
             InvalidInputError: A source doesn't fit the lineage, or the ranks' tensors aren't together the model, or
-                this source can be published by a single rank alone.
+                a piece ends inside a tile, or this source can be published by a single rank alone.
             ConflictError: The bucket was set back under this publisher: nothing is committed.
             UnsupportedError: The store ignores create-if-absent; a first version is committed all the same.
             LostRaceError: Another publisher committed this version.
@@ -221,7 +239,8 @@ class RankPublisher:
         with ExitStack() as interrupted:
             interrupted.callback(self._settle, Part(failure=STOPPED), None)
             try:
-                started = _Started(work=self._begin(source, turn, folder_files, room), began=began)
+                work = self._begin(source, self._arrange(source, turn), folder_files, room)
+                started = _Started(work=work, began=began)
             except SlackwaterError as error:
                 started = _Started(failed=error, began=began)
             interrupted.pop_all()
@@ -235,11 +254,12 @@ class RankPublisher:
             source: What was read, where it hasn't been written since.
         """
         work, failed = started.work, started.failed
-        part, draft = Part(failure=STOPPED), None
+        part, draft = Part(), None
         try:
             if work is not None:
+                part = Part(failure=STOPPED)
                 draft = self._complete(work)
-                part = Part(manifest=draft.manifest, names=work.names)
+                part = Part(manifest=draft.manifest)
         except SlackwaterError as error:
             failed = error
         finally:  # whatever happened: the others wait
@@ -255,46 +275,81 @@ class RankPublisher:
 
     def _agree(self, step: int, *, anchor: bool) -> Turn:
         """What rank 0 knows of the chain, and wants."""
-        sent = None
-        if self._rank == 0:
-            turn = Turn(failure=STOPPED)
-            try:
-                turn = self._propose(step, anchor=anchor)
-            except SlackwaterError as error:
-                turn = Turn(failure=Failure.of(error))
-            finally:
-                sent = self._exchange.broadcast(msgspec.json.encode(turn))
-        turn = msgspec.json.decode(sent or self._exchange.broadcast(None), type=Turn)
+        turn = tell(self._exchange, Turn, (lambda: self._propose(step, anchor=anchor)) if self._rank == 0 else None)
         if turn.failure is not None:
             raise turn.failure.error()
         return turn
 
     def _propose(self, step: int, *, anchor: bool) -> Turn:
-        if step < 0:
-            raise InvalidInputError(f"step {step} is below 0")
+        number = check_step(step)
         created_at = datetime.fromtimestamp(self._clock.wall(), UTC).isoformat()
         head = self._baseline.find_head()
-        return Turn(head=head, label=(step, created_at), anchor=anchor, anchor_every=self._anchor_every)
+        return Turn(head=head, label=(number, created_at), anchor=anchor, anchor_every=self._anchor_every)
 
-    def _begin(self, source: TensorSource, turn: Turn, folder_files: Path | str | None, room: int | None) -> _Work:
-        """All that reads this rank's tensors."""
-        names = tuple(source.specs())
-        self._baseline.sync_to(turn.head, frozenset(names), with_bits=not turn.anchor)
+    def _arrange(self, source: TensorSource, turn: Turn) -> _Arranged:
+        """Hold the version before, and agree on what all ranks do."""
+        offer, failed, heard = Offer(failure=STOPPED), None, list[Offer]()
+
+        def plan(offers: Sequence[Offer]) -> Plan:
+            heard.extend(offers)
+            return self._plan(offers, turn)
+
+        try:
+            offer = self._offer(source, turn)
+        except SlackwaterError as error:
+            offer, failed = Offer(failure=Failure.of(error)), error
+        finally:  # whatever happened: the others wait
+            agreed = agree(self._exchange, offer, Plan, plan)
+        if failed is not None:
+            raise failed
+        if agreed.failure is not None:
+            raise agreed.failure.error()
+        return _Arranged(turn=turn, plan=agreed, mine=offer, all=heard)
+
+    def _offer(self, source: TensorSource, turn: Turn) -> Offer:
+        specs, pieces = source.specs(), pieces_of(source)
+        self._baseline.sync_to(turn.head, frozenset(specs), pieces, with_bits=not turn.anchor)
+        if self._baseline.held is not None:  # that all of them are there is seen once all ranks' are together
+            check_fits("delta", self.held_specs(), specs)
+        return Offer(
+            names=tuple(name for name in specs if name not in pieces),
+            pieces=tuple((specs[name], piece) for name, piece in pieces.items()),
+        )
+
+    def _plan(self, offers: Sequence[Offer], turn: Turn) -> Plan:
+        check_none_failed(offers)
         held = self._baseline.held
+        wanted = None if held is None else held.table.outline.by_name
+        check_shares([offer.names for offer in offers], wanted, [offer.pieces for offer in offers])
         since = None if held is None else held.version - held.anchor
         kind = decide(anchor_every=turn.anchor_every, since_anchor=since, forced=turn.anchor)
-        if held is not None:  # that all of them are there is seen once all ranks' are together
-            check_fits("delta", self.held_specs(), source.specs())
-        step, created_at = turn.label
-        version = Version(0 if held is None else held.version + 1)
-        label = Label(run=self._run, version=version, step=step, created_at=created_at)
-        uploads = Uploads(self._bucket, threads=self._threads, check=_go_on)
-        with uploads.or_stop():
-            if held is None or kind == "anchor":
-                read = self._image(source, folder_files)
-            else:
-                read = self._compare(source, label, held, uploads, room)
-        return _Work(label=label, held=held, is_forced=turn.anchor, read=read, names=names, uploads=uploads)
+        return Plan(kind=kind, gathers=plan_gathers(offers) if kind == "anchor" else ())
+
+    def _begin(
+        self, source: TensorSource, arranged: _Arranged, folder_files: Path | str | None, room: int | None
+    ) -> _Work | None:
+        """All that reads this rank's tensors; None where another rank fails of that."""
+        with Gathering(self._exchange, arranged.plan.gathers, source, arranged.mine, arranged.all) as gathering:
+            held, (step, created_at) = self._baseline.held, arranged.turn.label
+            version = Version(0 if held is None else held.version + 1)
+            label = Label(run=self._run, version=version, step=step, created_at=created_at)
+            uploads = Uploads(self._bucket, threads=self._threads, check=_go_on)
+            with uploads.or_stop():
+                if held is None or arranged.plan.kind == "anchor":
+                    read = take_rank_image(source, arranged.mine.names, gathering, self._rank, folder_files)
+                else:
+                    read = self._compare(source, label, held, uploads, room)
+        if gathering.is_short:
+            return None
+        return _Work(
+            label=label,
+            held=held,
+            is_forced=arranged.turn.anchor,
+            read=read,
+            offer=arranged.mine,
+            kept=gathering.kept,
+            uploads=uploads,
+        )
 
     def _compare(
         self, source: TensorSource, label: Label, held: Restored, uploads: Uploads, room: int | None
@@ -319,57 +374,20 @@ class RankPublisher:
             work.uploads.finish(self._progress)
         return draft
 
-    def _image(self, source: TensorSource, folder_files: Path | str | None) -> FolderImage:
-        """This rank's files: safetensors, and on rank 0 what belongs to the model besides."""
-        specs = list(source.specs().values())
-        shards = [
-            Shard(file=f"model-rank{self._rank:05d}-{index:05d}.safetensors", specs=shard.specs)
-            for index, shard in enumerate(cut_shards(specs) if specs else ())
-        ]
-        others = self._side_files(source, folder_files) if self._rank == 0 else {}
-        return FolderImage(shards={shard.file: build_shard(shard, source) for shard in shards}, others=others)
-
-    def _side_files(self, source: TensorSource, folder_files: Path | str | None) -> Mapping[str, bytes]:
-        folder = source.folder if folder_files is None and isinstance(source, FolderSource) else folder_files
-        if folder is None:
-            raise InvalidInputError(
-                "an anchor needs a config and a tokenizer, and the tensors come without a folder",
-                hint="pass folder_files=<a folder with config.json and the tokenizer> on rank 0",
-            )
-        others = {file: path.read_bytes() for file, path in side_files(Path(folder)).items()}
-        if CONFIG not in others:
-            raise InvalidInputError(f"an anchor needs a {CONFIG}", hint="name a whole Hugging Face model folder")
-        return others
-
     def _settle(self, part: Part, work: _Work | None) -> Outcome:
         """Learn what became of the version; nobody commits unless all ranks have told that they are ready."""
         with self._baseline.committing():
-            gathered = self._exchange.gather(msgspec.json.encode(part))
-            sent = None
-            if gathered is not None:
-                outcome = Outcome(failure=STOPPED)
-                try:
-                    outcome = self._commit([msgspec.json.decode(each, type=Part) for each in gathered], work)
-                except SlackwaterError as error:
-                    outcome = Outcome(failure=Failure.of(error))
-                finally:
-                    sent = self._exchange.broadcast(msgspec.json.encode(outcome))
-            outcome = msgspec.json.decode(sent or self._exchange.broadcast(None), type=Outcome)
+            outcome = agree(self._exchange, part, Outcome, lambda parts: self._commit(parts, work))
             if outcome.failure is not None and outcome.failure.is_unsure:
                 raise outcome.failure.error()
         return outcome
 
-    def _commit(self, parts: list[Part], work: _Work | None) -> Outcome:
-        for rank, part in enumerate(parts):
-            if part.failure is not None:
-                raise msgspec.structs.replace(
-                    part.failure, message=f"rank {rank} failed: {part.failure.message}"
-                ).error()
+    def _commit(self, parts: Sequence[Part], work: _Work | None) -> Outcome:
+        check_none_failed(parts)
         manifests = [part.manifest for part in parts if part.manifest is not None]
         if work is None or len(manifests) != len(parts):
             raise STOPPED.error()
         held, image = work.held, work.read
-        check_shares([part.names for part in parts], None if held is None else held.table.outline.by_name)
         if isinstance(image, FolderImage):
             manifest = self._merge_anchors(manifests, held, image)
         elif held is None:
@@ -378,7 +396,7 @@ class RankPublisher:
             manifest = merge_deltas(held.table, manifests)
         body = encode_checked(manifest)
         try:
-            self._committer.commit(manifest, body, after=None if held is None else held.tip)
+            self._committer.commit(manifest, body, after=tip_before(held, is_forced=work.is_forced))
         except SlackwaterError as error:
             unsure = not isinstance(error, LostRaceError)
             return Outcome(failure=msgspec.structs.replace(Failure.of(error), is_unsure=unsure))
@@ -390,7 +408,7 @@ class RankPublisher:
         check_config(image.files[CONFIG], specs)
         if held is not None:
             check_side_files("anchor", held.side_files, manifests[0].side_files)
-        index = build_index([shard for manifest in manifests for shard in _shards(manifest)])
+        index = index_of(manifests)
         digest = object_digest(index)
         key = anchor_key(self._run, manifests[0].version, hashlib.sha256(digest.encode()).hexdigest()[:16], INDEX_FILE)
         ref = ObjectRef(key=key, size=len(index), sha256=digest)
@@ -401,7 +419,8 @@ class RankPublisher:
         manifest, image = decode_manifest(body), work.read
         if isinstance(image, FolderImage):
             table = StateTable.of_anchor(manifest)
-            self._baseline.replace(manifest, table, {name: image.bits(name) for name in image.specs()})
+            bits = {**{name: image.bits(name) for name in work.offer.names}, **work.kept}
+            self._baseline.replace(manifest, table, bits, work.offer.held)
         else:
             table = self._advance(work, draft, manifest, source)
         if isinstance(source, Follows):
@@ -421,12 +440,3 @@ class RankPublisher:
 
 def _go_on() -> None:
     """Nobody takes a version back that all ranks are at."""
-
-
-def _shards(anchor: Manifest) -> list[Shard]:
-    """What a rank's files hold."""
-    files = {index: file for file, index in anchor.files.items()}
-    return [
-        Shard(file=files[index], specs=tuple(t.spec for t in anchor.tensors if t.object == index))
-        for index in sorted({tensor.object for tensor in anchor.tensors})
-    ]

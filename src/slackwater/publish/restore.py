@@ -4,7 +4,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Final
 
@@ -15,6 +15,7 @@ from slackwater.checkpoint.application import apply_taken, places_of, take
 from slackwater.checkpoint.digest import tile_digest
 from slackwater.checkpoint.manifest import AnchorTensor, Manifest, ObjectRef, is_side_file
 from slackwater.checkpoint.outline import Outline
+from slackwater.checkpoint.pieces import Piece, Pieces
 from slackwater.checkpoint.state import StateTable
 from slackwater.checkpoint.tensor import Bits
 from slackwater.errors import CorruptError, NotFoundError, SlackwaterError
@@ -39,7 +40,9 @@ class Restored:
     """The anchor's."""
     table: StateTable
     bits: Mapping[str, Bits]
-    """Every tensor, flat and writable."""
+    """Every tensor, or those of a rank, flat and writable; of some a piece alone."""
+    pieces: Pieces = field(default_factory=dict[str, Piece])
+    """What ``bits`` has of them."""
     broken: Tip | None = None
     """What is left of it where nothing leads to it any more: ``table`` is an older anchor's then and tells tensors
     alone, so that an anchor can follow, and no delta."""
@@ -53,6 +56,18 @@ class Restored:
     def tip(self) -> Tip:
         """What the next version goes on from."""
         return self.broken or Tip(version=self.version, state=self.table.digest)
+
+
+def tip_before(held: Restored | None, *, is_forced: bool) -> Tip | None:
+    """What the next version goes on from; None where it is the first.
+
+    Args:
+        held: The version before.
+        is_forced: Whether it is an anchor that was asked for, which goes on from any that is there, damaged or not.
+    """
+    if held is None:
+        return None
+    return replace(held.tip, state=None) if is_forced else held.tip
 
 
 def restore(bucket: Reads, run: RunId, version: Version) -> Restored:

@@ -1,11 +1,13 @@
 """What ranks tell each other while they publish, and errors on their way between them."""
 
 from collections.abc import Mapping
-from typing import Final, Self
+from typing import Final, Literal, Self
 
 import msgspec
 
 from slackwater.checkpoint.manifest import Manifest
+from slackwater.checkpoint.pieces import Piece, Pieces
+from slackwater.checkpoint.tensor import TensorSpec
 from slackwater.errors import SlackwaterError
 from slackwater.ids import Version
 
@@ -43,11 +45,43 @@ class Turn(msgspec.Struct, frozen=True):
     failure: Failure | None = None
 
 
+class Offer(msgspec.Struct, frozen=True):
+    """What a rank is about to publish."""
+
+    names: tuple[str, ...] = ()
+    """The tensors that it has whole."""
+    pieces: tuple[tuple[TensorSpec, Piece], ...] = ()
+    """Those of which it has a piece, and which."""
+    failure: Failure | None = None
+
+    @property
+    def held(self) -> Pieces:
+        """The pieces, by their tensors' names."""
+        return {spec.name: piece for spec, piece in self.pieces}
+
+
+class Gather(msgspec.Struct, frozen=True):
+    """A tensor whose pieces all ranks send to rank 0, and in how many rounds."""
+
+    name: str
+    rounds: int
+    most: int
+    """Bytes that a rank sends in each."""
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """What all ranks do, once each has told what it has."""
+
+    kind: Literal["anchor", "delta"] = "delta"
+    gathers: tuple[Gather, ...] = ()
+    """What an anchor needs whole, in this order."""
+    failure: Failure | None = None
+
+
 class Part(msgspec.Struct, frozen=True):
-    """What a rank has ready."""
+    """What a rank has ready: a manifest of its own; with neither that nor a failure it stopped for another's."""
 
     manifest: Manifest | None = None
-    names: tuple[str, ...] = ()
     failure: Failure | None = None
 
 

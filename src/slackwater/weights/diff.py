@@ -17,6 +17,7 @@ from slackwater.checkpoint.digest import tile_digest
 from slackwater.checkpoint.element_sum import element_sum, seed_of
 from slackwater.checkpoint.nans import has_nan
 from slackwater.checkpoint.outline import Outline
+from slackwater.checkpoint.pieces import WHOLE, Pieces, locate
 from slackwater.checkpoint.state import StateTable
 from slackwater.checkpoint.tensor import Bits
 from slackwater.weights.glimpse import Glimpse, glimpse
@@ -46,21 +47,28 @@ class Compared:
 
 
 def compare(
-    source: TensorSource, outline: Outline, baseline: Mapping[str, Bits], *, threads: int
+    source: TensorSource, outline: Outline, baseline: Mapping[str, Bits], *, threads: int, pieces: Pieces = WHOLE
 ) -> Iterator[Compared]:
     """Read ``source`` once, beside ``baseline``, which has all its tensors with equal specs. Yields batches in order.
+
+    Args:
+        source: The state after.
+        outline: The run's.
+        baseline: The state before.
+        threads: Tiles compared at once.
+        pieces: What both have of the tensors.
 
     Raises:
         InvalidInputError: A tensor's bits aren't those of its spec.
     """
-    planned = list(batches(outline, source.specs()))
+    planned = list(batches(outline, source.specs(), pieces))
     # Some sources make a tensor when it is read, and a large one is read tile by tile.
     read = lru_cache(maxsize=threads + 1)(source.bits)
     shown = source.shows if isinstance(source, Shows) else _nothing
 
     def look(number: int) -> tuple[Captured | None, Glimpse | None]:
         spec, tile = outline.place(number)
-        bits = read(spec.name)
+        tile, bits = locate(spec, tile, pieces), read(spec.name)
         seen = glimpse(spec.name, tile, bits) if shown(spec.name) else None  # before the rest: it may be written
         return capture(tile, baseline[spec.name], bits), seen
 
@@ -75,7 +83,13 @@ def compare(
 
 
 def encode(
-    compared: Iterable[Compared], outline: Outline, baseline: Mapping[str, Bits], *, level: Level, threads: int
+    compared: Iterable[Compared],
+    outline: Outline,
+    baseline: Mapping[str, Bits],
+    *,
+    level: Level,
+    threads: int,
+    pieces: Pieces = WHOLE,
 ) -> Iterator[list[EncodedBody]]:
     """Encode what `compare` read; yields for each batch the bodies that change something, whichever is done first.
 
@@ -85,6 +99,7 @@ def encode(
         baseline: What they were compared with.
         level: How much time to spend for how many bytes.
         threads: Bodies encoded at once.
+        pieces: What the baseline has of the tensors.
     """
     waiting = list(compared)
 
@@ -92,7 +107,7 @@ def encode(
         if all(tile is None for tile in tiles):
             return None
         places = places_at(outline, bundle)
-        olds = take(places, baseline.__getitem__)
+        olds = take(places, baseline.__getitem__, pieces)
         news = [old if tile is None else tile.onto(old) for old, tile in zip(olds, tiles, strict=True)]
         return encode_body(places, olds, news, level)
 

@@ -13,7 +13,7 @@ from slackwater.errors import InvalidInputError, NotFoundError
 from slackwater.weights.quantize.blocks import from_bits
 from slackwater.weights.quantize.formats import find_quantizer
 from slackwater.weights.quantize.quantizer import Quantizer, Shape
-from slackwater.weights.source import TensorSource
+from slackwater.weights.source import TensorSource, pieces_of
 
 _FLOATS: Final[Mapping[str, torch.dtype]] = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _UPPER_HALF: Final = 16
@@ -47,13 +47,17 @@ class QuantizedSource:
         quantizers: The quantiser of each tensor that one makes, codes and scales alike, by the anchor's names.
 
     Raises:
-        InvalidInputError: A tensor is unknown to the anchor, of another shape, or of a dtype that isn't served
+        InvalidInputError: The export has pieces of tensors, or a tensor is unknown to the anchor, of another shape, or of a dtype that isn't served
             and can't become what is; the message names it.
     """
 
     def __init__(
         self, source: TensorSource, serving: Mapping[str, TensorSpec], held: Callable[[str], Bits] | None = None
     ) -> None:
+        if pieces_of(source):
+            raise InvalidInputError(
+                "a weight is quantised whole, and this export has pieces of some", hint="put them together before"
+            )
         self._source: Final = source
         self._held: Final = held
         self._widened: Final[set[str]] = set()

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from slackwater.checkpoint.pieces import WHOLE, Piece, Pieces, num_lines, tiles_in
 from slackwater.checkpoint.shards import Slot, read_slots
 from slackwater.checkpoint.tensor import Bits, TensorSpec
 from slackwater.errors import ConflictError, CorruptError, InvalidInputError, NotFoundError
@@ -27,6 +28,7 @@ _OF_TRAINERS: Final = re.compile(r"trainer_state\.json|(all|train|eval|test|pred
 _PICKLED_SUFFIXES: Final = frozenset({".bin", ".pt", ".pth", ".pkl", ".ckpt"})
 
 
+@runtime_checkable
 class TensorSource(Protocol):
     """Tensors by canonical name, as flat integer views of their bits. Reads may come from any thread."""
 
@@ -78,6 +80,37 @@ class Shows(Protocol):
     def shows(self, name: str) -> bool:
         """Whether `TensorSource.bits` gives a view of one tensor, so that reading it again costs nothing."""
         ...
+
+
+@runtime_checkable
+class Parted(Protocol):
+    """A source that has pieces of some tensors, as ranks do: `slackwater.weights.parted.PartedSource`.
+
+    `TensorSource.specs` names the whole tensors all the same, and `TensorSource.bits` gives the pieces, flat and in
+    row-major order of their own.
+    """
+
+    def pieces(self) -> Mapping[str, Piece]:
+        """The tensors of which it has a piece, and which; it has the others whole."""
+        ...
+
+
+def pieces_of(source: TensorSource) -> Pieces:
+    """What a source has of its tensors; pieces that are whole tensors aren't named.
+
+    Raises:
+        InvalidInputError: A piece is of a tensor that the source doesn't name, or its edges aren't those of tiles.
+    """
+    if not isinstance(source, Parted):
+        return WHOLE
+    specs, found = source.specs(), dict[str, Piece]()
+    for name, piece in source.pieces().items():
+        if name not in specs:
+            raise InvalidInputError(f"there is a piece of {name}, and no such tensor", hint="name the whole tensor too")
+        tiles_in(specs[name], piece)
+        if piece.end - piece.begin < num_lines(specs[name]):
+            found[name] = piece
+    return found
 
 
 class ShardSource:

@@ -50,13 +50,13 @@ class StateDictSource:
         """See `TensorSource.bits`."""
         if name not in self._tensors:
             raise NotFoundError(f"the state dict holds no {name}")
-        flat = self._tensors[name].detach().cpu().contiguous().reshape(-1)
+        flat = self._tensors[name].detach().resolve_neg().cpu().contiguous().reshape(-1)
         return flat.view(torch.uint8).numpy().view(self._specs[name].bits_dtype)
 
     def shows(self, name: str) -> bool:
         """See `slackwater.weights.source.Shows.shows`: tensors in plain host memory."""
         tensor = self._tensors.get(name)
-        return tensor is not None and tensor.device.type == "cpu" and tensor.is_contiguous()
+        return tensor is not None and tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_neg()
 
 
 def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
