@@ -993,10 +993,13 @@ def test_a_publication_is_told_with_what_it_makes(states: list[Path], tmp_path: 
     made, line = first.stdout.splitlines()
     assert (first.returncode, made) == (0, f"made directory {tmp_path / 'new' / 'bucket'}")
     assert re.match(
-        r"published r/0, anchor, a new run of 4,195,418 elements: 8\.\d+ MB for a model of 8\.39 MB, enc", line
+        r"published r/0, anchor, a new run of 4,195,418 elements: 8\.\d+ MB with its manifest, for a model of 8\.39 MB",
+        line,
     )
     second = slackwater("publish", states[1], *where, "--level", "wan")
-    assert re.match(r"published r/1, delta: \S+ kB for a model of 8\.39 MB, [\d,]+ of 4,195,418 elem", second.stdout)
+    assert re.match(
+        r"published r/1, delta: \S+ kB with its manifest, for a model of 8\.39 MB, [\d,]+ of 4,195", second.stdout
+    )
     third = json.loads(slackwater("publish", states[2], *where, "--json").stdout)
     assert (third["version"], third["kind"], third["is_new_run"], third["made_directory"]) == (2, "delta", False, None)
 
@@ -1011,6 +1014,40 @@ def test_a_folder_that_lacks_tensors_is_published_on_request_alone(states: list[
     assert slackwater("publish", less, *where, "--anchor").returncode == 1
     done = slackwater("publish", less, *where, "--partial")
     assert (done.returncode, done.stdout.startswith("published r/1, delta: ")) == (0, True)
+
+
+def test_a_folder_with_other_names_is_told_of_a_name_and_not_of_all_that_it_lacks(
+    states: list[Path], tmp_path: Path
+) -> None:
+    def prefixed(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            tensors[f"module.{name}"] = tensors.pop(name)
+
+    where = ("--bucket", tmp_path / "bucket", "--run", "r")
+    assert slackwater("publish", states[0], *where).returncode == 0
+    other = altered(states[1], tmp_path / "other", prefixed)
+    refused = slackwater("publish", other, *where)
+    assert (refused.returncode, refused.stdout, refused.stderr.count("\n")) == (1, "", 1)
+    assert re.search(r"module\.\S+ isn't in this \w+ \(if module\.\S+ is what this \w+ calls", refused.stderr)
+    assert "--partial" not in refused.stderr
+
+
+def test_one_of_each_is_counted_as_one(tmp_path: Path, work: Attended, capsys: pytest.CaptureFixture[str]) -> None:
+    old, new = (write_state(tmp_path / name, {"x": torch.tensor([float(name)])}) for name in "12")
+    show_summary(diff(old, new, work), 10, as_json=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].startswith("tensors   1 of 1 element, 4 bytes: ")
+    assert lines[3] == "changed   1 element, 100.000%: in 1 tensor, 1 group, 1 tile"
+
+
+def test_an_object_that_may_not_be_read_is_named_once(bucket: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = Report(depth="manifest")
+    url = f"{bucket.as_uri()}/run/manifests/00000001.json"
+    report.note("unavailable", manifest_key(RUN, Version(1)), f"{url}: Permission denied")
+    show_report("run/2", report, as_json=False)
+    first, verdict = capsys.readouterr().out.splitlines()
+    assert first == f"unavailable: {url}: Permission denied"
+    assert verdict == "run/2: damaged: 1 unavailable (whole: nothing)"
 
 
 def test_the_version_and_an_example_of_each_verb_are_told() -> None:

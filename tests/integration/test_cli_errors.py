@@ -83,9 +83,10 @@ PUBLISHED_WRONGLY: dict[str, tuple[str, str, str, list[str]]] = {
     "pickled weights": ("pickled", "bucket", RUN, ["without safetensors", "safe_serialization=True"]),
     "a cut file": ("cut", "bucket", RUN, ["model.safetensors", "missing"]),
     "other shapes": ("wide", "bucket", RUN, ["model.embed_tokens.weight", "[512, 96]", "[512, 64]"]),
-    "an unknown tensor": ("deep", "bucket", RUN, ["model.layers.2.", "isn't in this lineage"]),
+    "an unknown tensor": ("deep", "bucket", RUN, ["model.layers.2.", "isn't in this run"]),
     "a bad run": ("model", "bucket", "../x", ["'../x' can't name a run"]),
     "a bucket that is a file": ("model", "model/config.json", RUN, ["config.json"]),
+    "a bucket below a file": ("model", "model/config.json/sub", RUN, ["config.json is a file", "name a directory"]),
 }
 
 

@@ -107,8 +107,37 @@ def test_log_shows_damage_and_gaps(bucket: Path) -> None:
 
 
 def test_log_of_a_run_that_is_not_there_is_told(published: Path) -> None:
-    shown = slackwater("log", "--bucket", published, "--run", "other")
-    assert (shown.returncode, shown.stderr.count("\n"), "other has no version" in shown.stderr) == (1, 1, True)
+    for words in (("log",), ("gc",), ("gc", "--delete")):
+        shown = slackwater(*words, "--bucket", published, "--run", "other")
+        assert (shown.returncode, shown.stderr.count("\n")) == (1, 1)
+        assert f"there is no run other in {published.as_uri()} (it has: run)" in shown.stderr
+    shown = slackwater("log", "--bucket", published / "nowhere", "--run", RUN)
+    assert (shown.returncode, "no such bucket: " in shown.stderr) == (1, True)
+
+
+def test_a_version_that_is_not_there_is_told_alike_by_all_commands(
+    bucket: Path, states: list[Path], tmp_path: Path
+) -> None:
+    for number in range(3):
+        (bucket / f"run/manifests/{number:08}.json").unlink()
+    out = tmp_path / "out"
+    for version, told in (
+        ("other/1", f"there is no run other in {bucket.as_uri()} (it has: run)"),
+        ("run/99", "run has no version 99 (the newest is run/4)"),
+        ("run/1", "version 1 of run was collected: the oldest that is there is anchor 3 (name a newer version; "),
+    ):
+        run, _, number = version.partition("/")
+        for words in (
+            ("pull", version, out),
+            ("rollback", "--run", run, "--to", number),
+            ("inspect", version),
+            ("verify", version),
+            ("diff", states[0], version),
+        ):
+            done = slackwater(*words, "--bucket", bucket)
+            assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), (words, done.stderr)
+            assert told in done.stderr, (words, done.stderr)
+    assert not out.exists()
 
 
 # pull

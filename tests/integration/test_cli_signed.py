@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
-from states_rig import RUN, bits, write_states
+from states_rig import RUN, bits, publish_states, write_states
 
 from slackwater.bucket.local import LocalBucket
 from slackwater.checkpoint.keys import fold_key, manifest_key
@@ -22,9 +22,12 @@ from slackwater.checkpoint.manifest import encode_manifest
 from slackwater.cli.attended import Attended
 from slackwater.cli.publish import PublishSettings, fold_after, publish_folder
 from slackwater.cli.scratch import Scratch
+from slackwater.cli.trust import warn_of_unsigned
+from slackwater.errors import AuthError
 from slackwater.ids import Version
 from slackwater.publish.lineage import read_manifest
 from slackwater.publish.path import read_fold
+from slackwater.testing.bucket import Fault, FaultyBucket, MemoryBucket
 
 SOURCE = Path(__file__).parents[2] / "src"
 SCRIPT: Final = Path(__file__).parents[2] / "publish_checkpoint.py"
@@ -103,14 +106,15 @@ def test_no_command_with_keys_takes_a_forged_version(
     key, out = keys / "key.pub", tmp_path / "out"
     before = {path: path.read_bytes() for path in sorted(bucket.rglob("*")) if path.is_file()}
     run = ("--bucket", bucket, "--run", RUN, "--trust", key)
+    signing = ("--sign-with", keys / "key.pem")
     lines = [
         ("pull", "run/4", out, "--bucket", bucket, "--trust", key),
         ("apply", states[3], "run/4", "--out", out, "--bucket", bucket, "--trust", key),
         ("diff", states[3], "run/4", "--bucket", bucket, "--trust", key),
         ("inspect", "run/4", "--bucket", bucket, "--trust", key),
-        ("fold", "run/3..4", "--bucket", bucket, "--trust", key),
-        ("rollback", "--to", "1", *run),
-        ("publish", states[5], *run),
+        ("fold", "run/3..4", "--bucket", bucket, "--trust", key, *signing),
+        ("rollback", "--to", "1", *run, *signing),
+        ("publish", states[5], *run, *signing),
     ]
     for words in lines:
         done = slackwater(*words)
@@ -172,11 +176,11 @@ def test_going_back_and_the_script_sign_as_well(bucket: Path, states: list[Path]
 def test_wrong_keys_are_told_before_anything_is_made(states: list[Path], keys: Path, tmp_path: Path) -> None:
     public, bucket = keys / "key.pub", tmp_path / "bucket"
     for words, status, told in [
-        (("publish", states[0], "--run", RUN, "--sign-with", public), 1, f"{public}: the signing key can't be read"),
+        (("publish", states[0], "--run", RUN, "--sign-with", public), 1, f"{public} holds a public key"),
         (
             ("publish", states[0], "--run", RUN, "--trust", keys / "key.pem"),
             1,
-            "a trusted key is 64 hex digits, or PEM",
+            "key.pem holds a private key, and what is trusted is its public half",
         ),
         (("publish", states[0], "--run", RUN, "--sign-with", keys / "none.pem"), 1, "No such file"),
         (("log", "--run", RUN, "--trust", keys / "none.pub"), 1, "No such file"),
@@ -190,6 +194,67 @@ def test_wrong_keys_are_told_before_anything_is_made(states: list[Path], keys: P
     assert (folders.returncode, "folders have no signatures" in folders.stderr) == (1, True)
     out = ("--base", states[0], "--out", tmp_path / "delta", "--sign-with", keys / "key.pem")
     assert slackwater("fold", tmp_path, *out).returncode == 2
+
+
+def test_with_trust_nothing_is_committed_that_is_refused_afterwards(
+    bucket: Path, states: list[Path], keys: Path, tmp_path: Path
+) -> None:
+    before = {path: path.read_bytes() for path in sorted(bucket.rglob("*")) if path.is_file()}
+    run = ("--bucket", bucket, "--run", RUN)
+    trusting = ("--trust", keys / "key.pub")
+    for words in (
+        ("publish", states[5], *run, *trusting),
+        ("rollback", "--to", "1", *run, *trusting),
+        ("fold", "run/1..4", "--bucket", bucket, *trusting),
+        ("publish", states[5], "--bucket", tmp_path / "new", "--run", RUN, *trusting),
+    ):
+        done = slackwater(*words)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), (words, done.stderr)
+        assert "nothing would sign it (add --sign-with KEY" in done.stderr
+        done = slackwater(*words, "--sign-with", keys / "stranger.pem")
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), (words, done.stderr)
+        assert f"{keys / 'stranger.pem'} is key " in done.stderr
+        assert "for a new key, trust both" in done.stderr
+    assert {path: path.read_bytes() for path in sorted(bucket.rglob("*")) if path.is_file()} == before
+    assert not (tmp_path / "new").exists()
+    both = (*trusting, "--trust", keys / "stranger.pub", "--sign-with", keys / "stranger.pem")
+    done = slackwater("publish", states[5], *run, *both, "--anchor")
+    assert done.returncode == 0, done.stderr
+
+
+def test_whoever_goes_on_unsigned_from_a_signed_version_is_warned(bucket: Path, states: list[Path]) -> None:
+    run = ("--bucket", bucket, "--run", RUN)
+    told = "run/4 is signed, and what follows won't be: readers with --trust will refuse it (add --sign-with KEY)"
+    first = slackwater("publish", states[5], *run)
+    assert (first.returncode, told in first.stderr) == (0, True)
+    second = slackwater("publish", states[4], *run)
+    assert (second.returncode, "is signed" in second.stderr) == (0, False)
+
+
+def test_an_unsigned_run_costs_one_request_to_be_told_from_a_signed_one(
+    published: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    watched = FaultyBucket(MemoryBucket())
+    warn_of_unsigned(watched, RUN)
+    assert [watched.count(verb) for verb in ("list", "get", "get_range", "put", "put_if_absent")] == [1, 0, 0, 0, 0]
+    refused = Fault(verb="list", key="/signatures", before=AuthError("refused"))
+    warn_of_unsigned(FaultyBucket(LocalBucket(published), refused), RUN)
+    assert caplog.text == ""
+    warn_of_unsigned(LocalBucket(published), RUN)
+    assert "run/4 is signed, and what follows won't be" in caplog.text
+
+
+def test_verify_of_what_no_trusted_key_signed_ends_with_status_4(
+    published: Path, states: list[Path], keys: Path, tmp_path: Path
+) -> None:
+    unsigned = tmp_path / "unsigned"
+    publish_states(LocalBucket(unsigned, create=True), states[:3])
+    for where, key in ((unsigned, "key.pub"), (published, "stranger.pub")):
+        done = slackwater("verify", "run/2", "--bucket", where, "--trust", keys / key)
+        assert (done.returncode, done.stderr) == (4, "")
+        *found, verdict = done.stdout.splitlines()
+        assert [line.partition(":")[0] for line in found] == ["manifest"] * 3
+        assert verdict == "run/2: damaged: 3 manifest (whole: nothing)"
 
 
 def test_a_fold_that_fails_leaves_the_version_committed(bucket: Path, states: list[Path], keys: Path) -> None:

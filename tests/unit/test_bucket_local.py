@@ -168,6 +168,17 @@ def test_a_file_can_not_become_a_folder_nor_a_folder_a_file(bucket: LocalBucket)
         bucket.get("a/b/c", max_bytes=1)
 
 
+@pytest.mark.parametrize("create", [False, True])
+@pytest.mark.parametrize("below", ["", "sub", "sub/deep"])
+def test_a_file_in_the_path_of_a_bucket_is_told_by_its_own_name(tmp_path: Path, below: str, *, create: bool) -> None:
+    (tmp_path / "afile").write_bytes(b"x")
+    with pytest.raises(InvalidInputError) as raised:
+        LocalBucket(tmp_path / "afile" / below, create=create)
+    assert raised.value.message.startswith(f"{tmp_path / 'afile'} is a file, no bucket")
+    assert (str(tmp_path / "afile" / below) in raised.value.message, "key" in str(raised.value)) == (True, False)
+    assert raised.value.hint == "name a directory"
+
+
 def test_a_huge_range_of_a_small_file_allocates_nothing(bucket: LocalBucket) -> None:
     bucket.put("k", b"x")
     with pytest.raises(CorruptError, match="too few"):
@@ -254,3 +265,10 @@ def test_a_folder_that_can_not_be_read_does_not_look_empty(
 def test_deleting_from_a_missing_directory_is_told(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="no such bucket"):
         LocalBucket(tmp_path / "absent").delete("k")
+
+
+def test_a_file_whose_name_is_no_text_is_no_object(tmp_path: Path) -> None:
+    bucket = LocalBucket(tmp_path)
+    bucket.put("r/x", b"1")
+    (Path(os.fsdecode(os.fsencode(tmp_path) + b"/r/\xff\xfe"))).write_bytes(b"2")
+    assert [item.key for item in bucket.list("r")] == ["r/x"]

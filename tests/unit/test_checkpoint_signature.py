@@ -85,6 +85,12 @@ def test_one_of_several_keys_is_enough_and_is_told() -> None:
     ]
 
 
+def test_a_signer_is_one_of_the_trusted_by_its_public_key() -> None:
+    assert SIGNER.public_key in TRUSTED
+    assert Signer(bytes(32)).public_key not in TRUSTED
+    assert SIGNER.public_key in TrustedKeys([public_pem(Ed25519PrivateKey.from_private_bytes(SEED))])
+
+
 # What is refused
 
 

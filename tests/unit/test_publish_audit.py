@@ -31,6 +31,7 @@ from slackwater.weights.diff import hash_source
 from slackwater.weights.source import FolderSource
 
 NO_STATE = StateDigest("0" * 64)
+LAST = Version(3)
 DEPTHS: tuple[Depth, ...] = ("manifest", "objects", "tensors")
 
 
@@ -145,6 +146,34 @@ def test_a_run_without_an_anchor_is_told(auditor: Audits, bucket: MemoryBucket) 
     assert found(audit(auditor, bucket, "objects")) == [missing, missing]
 
 
+def test_a_run_whose_anchor_can_not_be_read_lacks_nothing(auditor: Audits, bucket: MemoryBucket) -> None:
+    """Neither an anchor, nor what may have been collected below it."""
+    anchor = manifest_key(RUN, Version(0))
+    bucket.put(anchor, b"{")
+    report = audit(auditor, bucket, "objects")
+    assert (found(report), report.num_manifests, report.state) == ([("manifest", anchor)], 3, None)
+    bucket.delete(anchor)
+    bucket.delete(manifest_key(RUN, Version(1)))
+    bucket.put(manifest_key(RUN, Version(2)), b"{")
+    assert found(audit(auditor, bucket, "objects")) == [("manifest", manifest_key(RUN, Version(2)))]
+
+
+def test_a_gap_between_broken_and_whole_manifests_is_told_in_order(auditor: Audits, bucket: MemoryBucket) -> None:
+    bucket.put(manifest_key(RUN, Version(3)), b"{")
+    bucket.delete(manifest_key(RUN, Version(2)))
+    bucket.put(manifest_key(RUN, Version(1)), b"{")
+    expected: list[Damage] = ["manifest", "missing", "manifest"]
+    assert found(audit(auditor, bucket, "manifest")) == [
+        (damage, manifest_key(RUN, Version(number))) for damage, number in zip(expected, (3, 2, 1), strict=True)
+    ]
+
+
+def test_a_manifest_with_a_wrong_state_is_not_counted_as_whole(auditor: Audits, bucket: MemoryBucket) -> None:
+    rewritten(bucket, 3, state=NO_STATE)
+    report = audit(auditor, bucket, "manifest")
+    assert (found(report), report.num_manifests, report.state) == ([("manifest", manifest_key(RUN, LAST))], 3, None)
+
+
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("body", [b"", b"{", b'{"format":"other/1"}', b"[" * 100_000])
 def test_a_manifest_that_breaks_the_format_is_one_finding(
@@ -242,7 +271,9 @@ def test_what_only_the_tensors_tell_is_found_at_their_depth(auditor: Audits, buc
     remade(bucket, 1, table, msgspec.structs.replace(manifest, tiles=tiles))
     assert found(audit(auditor, bucket, "objects", 1)) == []
     report = audit(auditor, bucket, "tensors", 1)
-    assert report.counts == {"tensor": 1}
+    assert report.counts == {"manifest" if member == "changed" else "tensor": 1}
+    assert (report.num_manifests, report.num_tiles > 0) == (1 if member == "changed" else 2, True)
+    assert "fetch the object again" not in report.findings[0].what  # it is whole
     where = report.findings[0].where
     assert where in (
         [manifest_key(RUN, Version(1))] if member != "sums" else [spec.name for spec in table.outline.specs]
@@ -283,6 +314,7 @@ def test_a_bucket_that_can_not_be_asked_is_no_damage_of_the_version(
     report = audit(auditor, away, "tensors")
     assert report.counts == {"unavailable": 1}
     assert report.findings[0].what == str(error)
+    assert key in report.findings[0].where
 
 
 # Folds
@@ -308,7 +340,8 @@ def test_damage_of_a_fold_is_told_by_class(auditor: Audits, bucket: MemoryBucket
     spoil(bucket, manifest.objects[0].key)
     assert found(auditor("tensors").fold(bucket, RUN, Version(1), Version(3))) == [("object", manifest.objects[0].key)]
     rewritten(bucket, 3, state=NO_STATE)
-    assert ("lineage", key) in found(auditor("manifest").fold(bucket, RUN, Version(1), Version(3)))
+    report = auditor("manifest").fold(bucket, RUN, Version(1), Version(3))
+    assert (found(report), report.num_manifests, report.state) == ([("lineage", key)], 2, None)
     bucket.delete(key)
     assert found(auditor("objects").fold(bucket, RUN, Version(1), Version(3))) == [("missing", key)]
 
@@ -346,7 +379,8 @@ def test_damage_of_a_delta_folder_is_told_by_class(auditor: Audits, states: list
     base, other = FolderSource(states[0]), FolderSource(states[1])
     with pytest.raises(InvalidInputError, match="without its base"):
         auditor("tensors").delta(folder, None)
-    assert found(auditor("tensors").delta(folder, other)) == [("lineage", "delta.json")]
+    report = auditor("tensors").delta(folder, other)
+    assert (found(report), report.num_manifests, report.state) == ([("lineage", "delta.json")], 0, None)
     (blob,) = (folder / "blobs").iterdir()
     body = bytearray(blob.read_bytes())
     body[0] ^= 1

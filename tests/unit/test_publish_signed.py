@@ -228,6 +228,30 @@ def test_a_history_and_an_audit_tell_which_version_is_not_signed(bucket: MemoryB
     assert not auditor.version(trusting, RUN, Version(2)).counts
 
 
+@pytest.mark.parametrize("trusted", [TRUSTED, TrustedKeys([STRANGER.public_key])])
+def test_an_audit_calls_no_anchor_missing_whose_manifest_it_does_not_take(
+    states: list[Path], tmp_path: Path, trusted: TrustedKeys
+) -> None:
+    bucket = MemoryBucket()
+    publish(bucket, states[:3], None if trusted is TRUSTED else SIGNER)
+    auditor = Auditor(depth="objects", scratch=tmp_path, threads=1, progress=tell_nobody)
+    report = auditor.version(SignedBucket(bucket, trusted), RUN, Version(2))
+    assert (dict(report.counts), report.num_manifests, report.state) == ({"manifest": 3}, 0, None)
+
+
+def test_what_is_not_signed_tells_the_way_out_which_leads_out(states: list[Path]) -> None:
+    bucket = MemoryBucket()
+    publish(bucket, states[:1], None)
+    with pytest.raises(CorruptError) as raised:
+        Publisher.open(SignedBucket(bucket, TRUSTED), RUN, threads=1, signer=SIGNER)
+    assert "--sign-with KEY --anchor" in raised.value.hint
+    assert "leave --trust out" in raised.value.hint
+    with Publisher(bucket, RUN, threads=1, signer=SIGNER) as publisher:
+        publisher.publish(FolderSource(states[1]), step=1, anchor=True)
+    with Publisher(SignedBucket(bucket, TRUSTED), RUN, threads=1, signer=SIGNER) as publisher:
+        assert publisher.publish(FolderSource(states[2]), step=2).version == Version(2)
+
+
 def test_a_run_that_begins_to_be_signed_is_taken_from_its_first_signed_anchor_on(
     states: list[Path],
 ) -> None:
@@ -395,6 +419,28 @@ def test_public_keys_are_read_as_pem_and_as_hex(tmp_path: Path) -> None:
         SIGNER.public_key,
         STRANGER.public_key,
     ]
+
+
+def test_key_files_are_named_as_text_as_well(tmp_path: Path) -> None:
+    pem, digits = written(tmp_path / "a.pem", private(KEY)), written(tmp_path / "b", SIGNER.public_key.encode())
+    assert read_signer(str(pem)).public_key == SIGNER.public_key
+    for trusted in (read_trusted([str(digits)]), read_trusted(str(digits)), read_trusted(digits)):
+        assert SIGNER.public_key in trusted
+        assert STRANGER.public_key not in trusted
+
+
+def test_a_key_file_of_another_kind_is_told_for_what_it_is(tmp_path: Path) -> None:
+    def told(read: Callable[[Path], object], body: bytes) -> str:
+        with pytest.raises(InvalidInputError) as raised:
+            read(written(tmp_path / "key", body))
+        return str(raised.value)
+
+    old = KEY.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
+    assert "a private key with a password" in told(read_signer, private(KEY, b"secret"))
+    assert "holds a public key, and a private one signs" in told(read_signer, public(KEY))
+    assert "holds a public key, and a private one signs" in told(read_signer, f"{SIGNER.public_key}\n".encode())
+    for body in (private(KEY), private(KEY, b"secret"), old):
+        assert "holds a private key, and what is trusted is its public half" in told(read_trusted, body)
 
 
 @pytest.mark.parametrize("read", [read_signer, lambda path: read_trusted([path])])

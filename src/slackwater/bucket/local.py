@@ -43,14 +43,17 @@ class LocalBucket:
         create: Make the directory where it doesn't exist.
 
     Raises:
-        InvalidInputError: ``root`` is a file.
-        AuthError: ``create`` and the directory may not be made.
+        InvalidInputError: ``root`` is a file, or lies below one.
+        AuthError: ``create`` and the directory may not be made; or what lies above it may not be looked at.
     """
 
     def __init__(self, root: Path | str, *, create: bool = False) -> None:
         self._root = Path(root).absolute()
-        if self._root.is_file():
-            raise InvalidInputError(f"{self._root} is a file, no bucket", hint="name a directory")
+        with self._mapped(""):
+            file = next((path for path in (self._root, *self._root.parents) if path.is_file()), None)
+        if file is not None:
+            where = "" if file == self._root else f", so that {self._root} can't be a directory below it"
+            raise InvalidInputError(f"{file} is a file, no bucket{where}", hint="name a directory")
         if create:
             with self._mapped(""):
                 self._make_folder(self._root)
@@ -146,7 +149,7 @@ class LocalBucket:
         self._require_root()
         for folder, folders, names in os.walk(self._root / prefix, onerror=_unless_gone):
             folders[:] = [name for name in folders if not name.startswith(".")]
-            yield from (Path(folder, name) for name in names)
+            yield from (Path(folder, name) for name in names if _is_text(Path(folder, name)))
 
     def _info(self, path: Path) -> ObjectInfo | None:
         try:
@@ -236,6 +239,11 @@ class LocalBucket:
             f"{path.as_uri()} would be a file and a folder at once",
             hint="choose another key, or an object store",
         )
+
+
+def _is_text(path: Path) -> bool:
+    """Whether a name is UTF-8: others are no keys, and nobody could print them."""
+    return str(path).isascii() or not any("\ud800" <= char <= "\udfff" for char in str(path))
 
 
 def _half(path: Path, token: str) -> Path:

@@ -91,6 +91,10 @@ class TrustedKeys:
         if not self._keys:
             raise InvalidInputError("no key is trusted, so that no version would be", hint="name one, or don't check")
 
+    def __contains__(self, key: str) -> bool:
+        """Whether a public key, as 64 hex digits, is one of them: `Signer.public_key` tells a signer's."""
+        return key in self._keys
+
     def check(self, manifest: bytes, signature: bytes) -> str:
         """Check that one of the keys signed a manifest; returns that key.
 

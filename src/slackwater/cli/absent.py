@@ -1,5 +1,7 @@
 """Why a bucket lacks what a command was told of: it has no such run, no such version, or nobody made the fold."""
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from itertools import islice
 from typing import Final
 
@@ -7,7 +9,8 @@ from slackwater.bucket.base import Bucket
 from slackwater.checkpoint.keys import manifest_key
 from slackwater.errors import InvalidInputError, NotFoundError, SlackwaterError
 from slackwater.ids import RunId, Version, run_id
-from slackwater.publish.lineage import find_head
+from slackwater.publish.history import check_not_collected
+from slackwater.publish.lineage import find_head, is_there
 
 _LISTED: Final = 10_000
 """Objects of a bucket that are looked at for the names of its runs."""
@@ -29,6 +32,33 @@ def newest(bucket: Bucket, run: RunId) -> Version | None:
     return Version(max(numbers + ([] if found is None else [found]))) if numbers or found is not None else None
 
 
+def check_there(bucket: Bucket, run: RunId, version: Version) -> None:
+    """Check that a version is there, readable or not: one small request where it is.
+
+    Raises:
+        NotFoundError: It isn't, or there is no such bucket; the message says why.
+        AuthError: It may not be read or listed.
+        UnavailableError: The bucket doesn't answer.
+    """
+    if not is_there(bucket, run, version):
+        raise absent_version(bucket, run, version)
+
+
+@contextmanager
+def telling_absent(bucket: Bucket, run: RunId) -> Generator[None]:
+    """Turn what the block doesn't find into `absent_run`, where there is no such run.
+
+    Raises:
+        NotFoundError: See above; or what the block raised.
+    """
+    try:
+        yield
+    except NotFoundError as error:
+        if newest(bucket, run) is None:
+            raise absent_run(bucket, run) from error
+        raise
+
+
 def absent_run(bucket: Bucket, run: RunId) -> NotFoundError:
     """The error that there is no such run; its hint names those that there are."""
     runs = _runs(bucket)
@@ -48,6 +78,10 @@ def absent_version(bucket: Bucket, run: RunId, version: Version) -> NotFoundErro
         return absent_run(bucket, run)
     if version > head:
         return NotFoundError(f"{run} has no version {version}", hint=f"the newest is {run}/{head}")
+    try:
+        check_not_collected(bucket, run, version)
+    except NotFoundError as error:
+        return error
     return NotFoundError(
         f"version {version} of {run} is gone: there is no {manifest_key(run, version)}",
         hint=f"name another one; the newest is {run}/{head}",

@@ -1,6 +1,6 @@
 """``slackwater diff``: what leads from one state to another, measured, and kept as a delta folder on request."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -41,6 +41,8 @@ class DiffSettings:
     """Tensors that the second state lacks stay as they are."""
     sign_with: Path | None = None
     """File of the private key that signs a fold in a bucket; delta folders aren't signed."""
+    trust: Sequence[Path] = ()
+    """Files of the public keys, one of which must sign such a fold; none asks nothing."""
 
 
 def diff_states(old: str, new: str, settings: DiffSettings, shelf: Shelf, work: Attended) -> Summary:

@@ -26,16 +26,17 @@ def fold_in_bucket(name: FoldName, settings: DiffSettings, shelf: Shelf, work: A
     """Make a fold in the bucket, beside the run's versions; where it is there already, nothing is done.
 
     Raises:
-        InvalidInputError: It doesn't lead forwards, or the key file is wrong.
+        InvalidInputError: It doesn't lead forwards, a key file is wrong, or no trusted key signs.
         NotFoundError: A version isn't there.
         CorruptError: The run is damaged, or no trusted key signed it, or the fold that is there.
     """
+    signer = signer_of(settings.sign_with, settings.trust)
     for version in (name.start, name.end):
         shelf.manifest(VersionName(run=name.run, version=version))  # tells why it isn't there
     folded = fold(
         shelf.bucket, name.run, name.start, name.end,
         scratch=work.scratch.folder(), level=settings.level, threads=settings.threads, progress=work.tell,
-        signer=signer_of(settings.sign_with),
+        signer=signer,
     )  # fmt: skip
     outline = shelf.outline(name.run, name.end)
     summary = _summary(str(name), "fold", folded.manifest, outline)

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from slackwater.bucket.base import Delete, Unfinished
 from slackwater.bucket.open import open_bucket
+from slackwater.cli.absent import telling_absent
 from slackwater.cli.attended import Attended
 from slackwater.cli.history import spell_age
 from slackwater.cli.text import console, counted, plain, size_text, write_json
@@ -95,11 +96,14 @@ def collect_garbage(
     bucket = open_bucket(url)
     signed = trusting(bucket, trust)
     if not delete:
-        contents = survey(bucket, run, now_s=(clock or SystemClock()).wall(), progress=work.tell, manifests_from=signed)
-        return _garbage(contents, plan_gc(contents, policy), None)
+        with telling_absent(bucket, run):
+            now_s = (clock or SystemClock()).wall()
+            contents = survey(bucket, run, now_s=now_s, progress=work.tell, manifests_from=signed)
+            return _garbage(contents, plan_gc(contents, policy), None)
     if not isinstance(bucket, Delete):
         raise UnsupportedError(f"{bucket.url} can't delete objects")
-    point_at_head(bucket, run)
+    with telling_absent(bucket, run):
+        point_at_head(bucket, run)
     contents = survey(bucket, run, now_s=None, progress=work.tell, manifests_from=signed)
     plan = plan_gc(contents, policy)
     return _garbage(contents, plan, collect(bucket, run, plan, threads=_THREADS, progress=work.tell))

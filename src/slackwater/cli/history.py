@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from slackwater.cli.absent import telling_absent
 from slackwater.cli.text import console, size_text, write_json
 from slackwater.cli.trust import open_trusted
 from slackwater.clock import Clock, SystemClock
@@ -40,7 +41,9 @@ def show_history(
     Raises:
         NotFoundError: The run has no versions.
     """
-    entries = read_history(open_trusted(url, trust), run, limit=limit)
+    bucket = open_trusted(url, trust)
+    with telling_absent(bucket, run):
+        entries = read_history(bucket, run, limit=limit)
     now_s = (clock or SystemClock()).wall()
     if as_json:
         versions = [{**asdict(entry), "age_s": age_of(entry, now_s)} for entry in entries]

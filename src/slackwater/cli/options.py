@@ -11,7 +11,7 @@ BucketUrl = Annotated[str, typer.Option("--bucket", help="s3://bucket/prefix, gs
 OptionalBucket = Annotated[
     str | None, typer.Option("--bucket", help="Bucket in which run/12 is a version and run/3..7 a fold.")
 ]
-RunName = Annotated[str, typer.Option("--run", help="Name of the lineage: one training run.")]
+RunName = Annotated[str, typer.Option("--run", help="Name of the run: what one training publishes.")]
 Host = Annotated[str, typer.Option(help="Address to listen on.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")]
 Threads = Annotated[int, typer.Option(min=1, max=256, help="Tiles worked on at once.")]
@@ -33,9 +33,16 @@ Snapshot = Annotated[
 ]
 Supervised = Annotated[bool, typer.Option("--supervised", help="End when standard input ends.", hidden=True)]
 SignWith = Annotated[
-    Path | None, typer.Option("--sign-with", metavar="PEM", help="Ed25519 private key that signs what is committed.")
+    Path | None,
+    typer.Option(
+        "--sign-with", metavar="FILE", help="File of an Ed25519 private key, PEM, that signs what is committed."
+    ),
 ]
 Trust = Annotated[
     list[Path] | None,
-    typer.Option("--trust", metavar="PEM", help="Take of the bucket what this public key signed; repeat for each."),
+    typer.Option(
+        "--trust",
+        metavar="FILE",
+        help="File of a public key, PEM or 64 hex digits: of the bucket, take what it signed. Repeat for each.",
+    ),
 ]

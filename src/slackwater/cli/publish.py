@@ -14,7 +14,7 @@ from slackwater.checkpoint.codec import Level
 from slackwater.checkpoint.outline import Outline
 from slackwater.cli.attended import Attended
 from slackwater.cli.text import console, size_text
-from slackwater.cli.trust import open_trusted, signer_of
+from slackwater.cli.trust import open_trusted, signer_of, warn_of_unsigned
 from slackwater.errors import CorruptError, InvalidInputError, NotFoundError, SlackwaterError
 from slackwater.ids import RunId, Version, run_id, snapshot_name
 from slackwater.publish.delta import Progress
@@ -22,6 +22,7 @@ from slackwater.publish.fold import Folded
 from slackwater.publish.folding import Folding
 from slackwater.publish.lineage import find_head, read_manifest
 from slackwater.publish.path import read_path
+from slackwater.publish.plan import check_fits
 from slackwater.publish.published import Published
 from slackwater.publish.publisher import Publisher
 from slackwater.weights.source import FolderSource
@@ -74,15 +75,18 @@ def publish_folder(
         progress: Told how far it is.
 
     Raises:
-        InvalidInputError: The folder, the URL, a key file or the run's name is wrong, or it doesn't fit the run.
+        InvalidInputError: The folder, the URL, a key file or the run's name is wrong, no trusted key signs, or the
+            folder doesn't fit the run.
         LostRaceError: Another publisher was faster.
         CorruptError: The run is damaged, or no trusted key signed it.
     """
-    source, signer = FolderSource(folder), signer_of(settings.sign_with)
+    source, signer = FolderSource(folder), signer_of(settings.sign_with, settings.trust)
     name = run_id(run)
     bucket = open_trusted(bucket_url, settings.trust, create=True)
     if not partial and not anchor:  # an anchor that lacks some is refused anyway
         _check_whole(bucket, name, source)
+    if signer is None:
+        warn_of_unsigned(bucket, name)
     with Publisher(
         bucket, name, level=settings.level, threads=settings.threads, signer=signer, progress=progress
     ) as publisher:
@@ -111,7 +115,8 @@ def fold_after(
     made: list[Folded] = []
     with Folding(
         bucket, run,
-        every=every, level=settings.level, threads=settings.threads, signer=signer_of(settings.sign_with),
+        every=every, level=settings.level, threads=settings.threads,
+        signer=signer_of(settings.sign_with, settings.trust),
         scratch=work.scratch.folder(), progress=work.tell, made=made.append,
     ) as folding:  # fmt: skip
         folding.committed(version, anchor)
@@ -142,8 +147,11 @@ def missing_directory(bucket_url: str) -> Path | None:
 
 
 def _check_whole(bucket: Bucket, run: RunId, source: FolderSource) -> None:
-    held = _outline(bucket, run)
-    missing = [] if held is None else sorted(held.by_name.keys() - source.specs().keys())
+    outline = _outline(bucket, run)
+    held = {} if outline is None else {spec.name: spec for spec in outline.specs}
+    if held:  # a name that is unknown tells more than all that are missing because of it
+        check_fits("delta", held, source.specs())
+    missing = sorted(held.keys() - source.specs().keys())
     if missing:
         more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
         raise InvalidInputError(

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from slackwater.cli.absent import check_there
 from slackwater.cli.attended import Attended
 from slackwater.cli.text import console, size_text
 from slackwater.cli.trust import open_trusted
@@ -40,6 +41,7 @@ def pull_version(name: str, out: Path, url: str, *, threads: int, work: Attended
     """
     run, version = parse_snapshot(name)
     bucket = open_trusted(url, trust)
+    check_there(bucket, run, version)
     folder = work.scratch.beside(out)
     table = rebuild(bucket, run, version, folder, threads=threads, progress=work.tell).table
     work.scratch.appear(folder, out)

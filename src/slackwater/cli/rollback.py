@@ -1,8 +1,9 @@
 """``slackwater rollback``: the state of an old version becomes the newest one."""
 
+from slackwater.cli.absent import check_there
 from slackwater.cli.attended import Attended
 from slackwater.cli.publish import PublishSettings
-from slackwater.cli.trust import open_trusted, signer_of
+from slackwater.cli.trust import open_trusted, signer_of, warn_of_unsigned
 from slackwater.ids import RunId, Version
 from slackwater.publish.published import Published
 from slackwater.publish.rollback import rollback
@@ -22,13 +23,18 @@ def roll_back(
         work: The command's folders and bars.
 
     Raises:
-        InvalidInputError: The newest version has that state already, or a key file is wrong.
+        InvalidInputError: The newest version has that state already, a key file is wrong, or no trusted key signs.
         NotFoundError: There is no such version.
         CorruptError: Something is damaged, or no trusted key signed it.
         LostRaceError: A publisher was faster.
     """
+    signer = signer_of(settings.sign_with, settings.trust)
+    bucket = open_trusted(url, settings.trust)
+    check_there(bucket, run, to)
+    if signer is None:
+        warn_of_unsigned(bucket, run)
     return rollback(
-        open_trusted(url, settings.trust), run, to,
+        bucket, run, to,
         scratch=work.scratch.folder(), level=settings.level, threads=settings.threads, progress=work.tell,
-        anchor=anchor, signer=signer_of(settings.sign_with),
+        anchor=anchor, signer=signer,
     )  # fmt: skip

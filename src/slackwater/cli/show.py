@@ -4,7 +4,7 @@ from pathlib import Path
 
 import msgspec
 
-from slackwater.cli.text import console, size_text, write_json
+from slackwater.cli.text import console, counted, size_text, write_json
 from slackwater.ids import snapshot_name
 from slackwater.publish.published import Published
 
@@ -24,11 +24,11 @@ def show_published(item: Published, made: Path | None, *, as_json: bool) -> None
         return
     if made is not None:
         console().print(f"made directory {made}", soft_wrap=True)
-    new = f", a new run of {item.total:,} elements" if is_new else ""
-    changed = "" if item.kind == "anchor" else f", {item.changed:,} of {item.total:,} elements changed"
+    new = f", a new run of {counted(item.total, 'element')}" if is_new else ""
+    changed = "" if item.kind == "anchor" else f", {item.changed:,} of {counted(item.total, 'element')} changed"
     console().print(
-        f"published {snapshot_name(item.run, item.version)}, {item.kind}{new}: {size_text(item.uploaded_bytes)} for a "
-        f"model of {size_text(item.full_bytes)}{changed}, encoded in {item.encode_s:.2f} s, "
+        f"published {snapshot_name(item.run, item.version)}, {item.kind}{new}: {size_text(item.uploaded_bytes)} with "
+        f"its manifest, for a model of {size_text(item.full_bytes)}{changed}, encoded in {item.encode_s:.2f} s, "
         f"uploaded in {item.upload_s:.2f} s",
         soft_wrap=True,
     )

@@ -9,7 +9,7 @@ from slackwater.cli.apply import Applied
 from slackwater.cli.summary import ChangeSummary, Summary, TensorSummary
 from slackwater.cli.text import console, counted, plain, size_text, write_json
 from slackwater.cli.verify import status_of
-from slackwater.publish.damage import MAX_FINDINGS, Report
+from slackwater.publish.damage import MAX_FINDINGS, Finding, Report
 
 
 def show_summary(summary: Summary, top: int, *, as_json: bool) -> None:
@@ -25,7 +25,7 @@ def show_summary(summary: Summary, top: int, *, as_json: bool) -> None:
         out.print()
         out.print(_tensors(listed, is_delta=summary.change is not None))
     if len(listed) < len(summary.listed):
-        out.print(f"… and {len(summary.listed) - len(listed)} more tensors")
+        out.print(f"… and {counted(len(summary.listed) - len(listed), 'more tensor')}")
 
 
 def show_applied(applied: Applied) -> None:
@@ -47,12 +47,17 @@ def show_report(name: str, report: Report, *, as_json: bool) -> None:
         return
     out = console()
     for finding in report.findings:
-        where = "" if finding.what.startswith(finding.where) else f"{finding.where}: "
-        out.print(plain(f"{finding.damage}: {where}{finding.what}"), soft_wrap=True)
+        out.print(plain(f"{finding.damage}: {_told(finding)}"), soft_wrap=True)
     found = sum(report.counts.values())
     if found > MAX_FINDINGS:
         out.print(f"… and {found - MAX_FINDINGS} more")
     out.print(f"{name}: {_verdict(report)}", soft_wrap=True)
+
+
+def _told(finding: Finding) -> str:
+    """What was found and where, which is named once: a bucket's errors begin with the whole URL of the object."""
+    is_named = finding.what.startswith(finding.where) or f"/{finding.where}: " in finding.what
+    return finding.what if is_named else f"{finding.where}: {finding.what}"
 
 
 def _verdict(report: Report) -> str:
@@ -95,7 +100,7 @@ def _lines(summary: Summary) -> Iterator[str]:
         before = f", made on {summary.parent.state[:12]}" if summary.parent else ""
         yield f"state     {summary.state[:12]}{before}"
     dtypes = ", ".join(f"{item.tensors} {dtype}" for dtype, item in summary.dtypes.items())
-    elements = f"{summary.elements:,} elements, {size_text(summary.bytes)}"
+    elements = f"{counted(summary.elements, 'element')}, {size_text(summary.bytes)}"
     yield f"tensors   {summary.tensors:,} of {elements}: {dtypes or 'none'}"
     if summary.change is not None:
         yield from _change_lines(summary.change)
@@ -114,8 +119,8 @@ def _lines(summary: Summary) -> Iterator[str]:
 
 def _change_lines(change: ChangeSummary) -> Iterator[str]:
     yield (
-        f"changed   {change.elements:,} elements, {change.density:.3%}: in {change.tensors:,} tensors, "
-        f"{change.groups:,} groups, {change.tiles:,} tiles"
+        f"changed   {counted(change.elements, 'element')}, {change.density:.3%}: in "
+        f"{counted(change.tensors, 'tensor')}, {counted(change.groups, 'group')}, {counted(change.tiles, 'tile')}"
     )
     encodings = ", ".join(f"{item.bodies:,} {name}" for name, item in change.encodings.items() if item.bodies)
     yield (
@@ -132,7 +137,7 @@ def _tensors(listed: Sequence[TensorSummary], *, is_delta: bool) -> Table:
         table.add_column(name)
     for name in [
         *(("changed", "of", "density") if is_delta else ("elements",)),
-        *(["distance"] if has_distance else []),
+        *(["sum of distances"] if has_distance else []),
     ]:
         table.add_column(name, justify="right")
     if any(item.sum is not None for item in listed):

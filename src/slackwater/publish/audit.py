@@ -1,6 +1,6 @@
 """What is damaged of a snapshot: its manifests, its objects, its tensors. It is only read, and all of it is."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ from slackwater.checkpoint.keys import fold_key, manifest_key
 from slackwater.checkpoint.manifest import Manifest
 from slackwater.checkpoint.outline import Outline
 from slackwater.checkpoint.state import StateTable
-from slackwater.errors import CorruptError, InvalidInputError, NotFoundError, WrongBaseError
+from slackwater.errors import CorruptError, InvalidInputError, NotFoundError, SlackwaterError, WrongBaseError
 from slackwater.ids import RunId, Version
 from slackwater.publish.damage import Depth, Report
 from slackwater.publish.delta import Progress
@@ -61,11 +61,11 @@ class Auditor:
             fold = report.attempt("manifest", key, lambda: read_fold(bucket, run, start, end))
             last = report.attempt("manifest", manifest_key(run, end), lambda: read_manifest(bucket, run, end))
             if fold is not None:
-                report.num_manifests += 1
                 steps.append(_step(bucket, key, fold))
-            if fold is not None and last is not None and fold.state != last.state:
+            fits = fold is None or last is None or fold.state == last.state
+            if fold is not None and last is not None and not fits:
                 report.note("lineage", key, f"it makes state {fold.state[:12]}, and version {end} is {last.state[:12]}")
-            self._check(report, bucket, steps, is_whole=is_whole and fold is not None)
+            self._check(report, bucket, steps, is_whole=is_whole and fold is not None, fits=fits)
         return report
 
     def delta(self, path: Path, base: FolderSource | None) -> Report:
@@ -86,7 +86,6 @@ class Auditor:
             return report
         with report.noting("manifest", MANIFEST_FILE):
             folder = DeltaFolder(path)
-            report.num_manifests += 1
             steps = [Step(key=MANIFEST_FILE, delta=Delta(manifest=folder.manifest, pack=folder.pack))]
             if base is None or self.depth != "tensors":
                 self._check(report, None, steps, is_whole=False)
@@ -114,22 +113,26 @@ class Auditor:
         return report
 
     def _walk(self, report: Report, bucket: Get, run: RunId, version: Version) -> tuple[list[Step], bool]:
-        """Read manifests downwards to an anchor; returns those that can be read, and whether these are all."""
+        """Read manifests downwards to an anchor; returns those that can be read, and whether these are all.
+
+        The lowest one that is there may be one that can't be taken, and an anchor: then nothing below it is missed.
+        """
         steps: list[Step] = []
-        is_whole = True
+        gaps = _Gaps(report)
         for number in map(Version, range(version, -1, -1)):
             key = manifest_key(run, number)
-            manifest = report.attempt("manifest", key, partial(read_manifest, bucket, run, number))
+            manifest = gaps.read(key, partial(read_manifest, bucket, run, number))
             if manifest is not None:
-                report.num_manifests += 1
                 steps.append(_step(bucket, key, manifest))
             self.progress("manifests", version - number + 1, version + 1)
             if manifest is not None and manifest.kind == "anchor":
-                return steps[::-1], is_whole
-            is_whole = is_whole and manifest is not None
-            if number == version and report.counts["missing"]:
+                return steps[::-1], not report.counts
+            if number == version and gaps.held:
+                gaps.tell()
                 return [], False  # no such version: those below it are not its own
-        report.note("missing", manifest_key(run, Version(0)), f"no anchor leads to version {version} of {run}")
+        if not gaps.may_hide_anchor:
+            gaps.tell()
+            report.note("missing", manifest_key(run, Version(0)), f"no anchor leads to version {version} of {run}")
         return steps[::-1], False
 
     def _check(
@@ -139,10 +142,14 @@ class Auditor:
         steps: Sequence[Step],
         *,
         is_whole: bool,
+        fits: bool = True,
         table: StateTable | None = None,
     ) -> None:
+        """Follow the manifests, and go as deep as is asked; the last one may have been told of: it doesn't ``fit``."""
         table = _follow(report, steps, table)
-        report.state = steps[-1].manifest.state if steps else None
+        report.num_manifests -= not fits
+        is_known = fits and (table is not None or (bucket is None and not report.counts))
+        report.state = steps[-1].manifest.state if steps and is_known else None
         if self.depth == "manifest":
             return
         rebuilding = None
@@ -153,6 +160,8 @@ class Auditor:
         prove_objects(report, bucket, steps, rebuilding, self.progress)
         if rebuilding is not None and table is not None and report.is_rebuildable:
             rebuilding.compare(table, self.progress)
+        if rebuilding is not None:
+            rebuilding.tell_miscounted()
 
     def _read(self, source: FolderSource) -> StateTable:
         return hash_source(Watched(source, partial(self.progress, "read")), threads=self.threads)
@@ -161,6 +170,44 @@ class Auditor:
         total = folder_bytes(base)
         for done in copy_folder(base, self.scratch):
             self.progress("copy", done, total)
+
+
+class _Gaps:
+    """Manifests read downwards: one that isn't there is missed only once a lower one turns out to be there.
+
+    Args:
+        report: Takes what is found.
+    """
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+        self.held: list[tuple[str, str]] = []
+        """What isn't there: keys, and what the bucket says."""
+        self.may_hide_anchor = False
+        """Whether the last one that was there can't be taken."""
+
+    def read(self, key: str, work: Callable[[], Manifest]) -> Manifest | None:
+        """Read one; None where it isn't there, or what is wrong with it was noted."""
+        with self._report.noting("manifest", key):
+            try:
+                manifest = work()
+            except NotFoundError as error:
+                self.held.append((key, error.message))
+                return None
+            except SlackwaterError:
+                self.tell()
+                self.may_hide_anchor = True
+                raise
+            self.tell()
+            self.may_hide_anchor = False
+            return manifest
+        return None
+
+    def tell(self) -> None:
+        """Note what isn't there."""
+        for key, what in self.held:
+            self._report.note("missing", key, what)
+        self.held.clear()
 
 
 def _open(path: Path) -> FolderSource:
@@ -194,9 +241,11 @@ def _follow(report: Report, steps: Sequence[Step], table: StateTable | None) -> 
     """Follow the manifests with a table, and where that is broken, at least compare each with the one before."""
     before: Manifest | None = None
     for step in steps:
-        manifest = step.manifest
-        after = report.attempt("manifest", step.key, partial(_after, table, before, manifest))
-        table, before = after, manifest
+        after: StateTable | None = None
+        with report.noting("manifest", step.key):
+            after = _after(table, before, step.manifest)
+            report.num_manifests += 1
+        table, before = after, step.manifest
     return table
 
 

@@ -43,7 +43,7 @@ class Report:
     findings: list[Finding] = field(default_factory=list[Finding])
     """The first `MAX_FINDINGS` of it."""
     num_manifests: int = 0
-    """Manifests that were read."""
+    """Manifests that are as they should be: they can be read, and fit what they were made on."""
     num_objects: int = 0
     """Objects that are as their manifests say."""
     num_bytes: int = 0
@@ -51,7 +51,8 @@ class Report:
     num_tiles: int = 0
     """Tiles that were read."""
     state: str | None = None
-    """State digest of the snapshot, as its manifest says; of a folder without manifests, as it was read."""
+    """State digest of the snapshot, as its manifest says; of a folder without manifests, as it was read. None where it
+    isn't known: its manifest can't be taken, or no anchor leads there."""
 
     @property
     def is_rebuildable(self) -> bool:
@@ -66,9 +67,17 @@ class Report:
 
     @contextmanager
     def noting(self, damage: Damage, where: str) -> Generator[None]:
-        """Note what the block raises, unless the bucket can't be asked; wrong bytes are of the class ``damage``."""
+        """Note what the block raises; wrong bytes are of the class ``damage``. A bucket that can't be asked goes on up.
+
+        Raises:
+            UnavailableError: The bucket didn't answer.
+            AuthError: It refused.
+        """
         try:
             yield
+        except (UnavailableError, AuthError) as error:
+            self.note("unavailable", where, error.message)
+            raise
         except NotFoundError as error:
             self.note("missing", where, error.message)
         except WrongBaseError as error:
@@ -85,8 +94,9 @@ class Report:
 
     @contextmanager
     def until_unavailable(self, where: str) -> Generator[None]:
-        """End the block where the bucket can't be asked, and note that."""
+        """End the block where the bucket can't be asked, and note that, unless `noting` has: it knows the place."""
         try:
             yield
         except (UnavailableError, AuthError) as error:
-            self.note("unavailable", where, error.message)
+            if not self.counts["unavailable"]:
+                self.note("unavailable", where, error.message)

@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from slackwater.bucket.base import Get
+from slackwater.checkpoint.application import places_of
+from slackwater.checkpoint.codec import Place
 from slackwater.checkpoint.manifest import BodyEntry, Manifest
 from slackwater.checkpoint.outline import Outline
 from slackwater.checkpoint.state import StateTable
@@ -56,6 +58,8 @@ class Rebuilding:
         self._source: WritableFolder | None = None
         self._spoilt: set[int] = set()
         """Tiles of bodies that weren't applied: what follows on them is no news."""
+        self._miscounted: list[tuple[str, str]] = []
+        """Where, and which tile. They are told at the end: the objects are whole, and the rest can still be rebuilt."""
 
     def open(self) -> None:
         """Read the files, which are all there now."""
@@ -75,13 +79,21 @@ class Rebuilding:
 
         def refused(entry: BodyEntry, error: SlackwaterError) -> None:
             tiles = {tile.number for tile in entry.tiles}
-            if self._spoilt.isdisjoint(tiles):
-                self._report.note("tensor", step.key, str(error))
+            if self._spoilt.isdisjoint(tiles) and _is_miscount(error, places_of(self._outline, entry)):
+                self._miscounted.append((step.key, error.message))
+            elif self._spoilt.isdisjoint(tiles):
+                self._report.note("tensor", step.key, error.message)
             self._spoilt.update(tiles)
 
         with ThreadPoolExecutor(self._threads, thread_name_prefix="tiles") as pool:
             for _ in apply_pack(self._source, self._outline, entries, pack, pool=pool, refused=refused):
                 pass
+
+    def tell_miscounted(self) -> None:
+        """Note the manifests that state a wrong count of changed elements, which spoils no bits."""
+        for key, what in self._miscounted:
+            self._report.note("manifest", key, what)
+        self._report.num_manifests -= len({key for key, _ in self._miscounted})
 
     def compare(self, wanted: StateTable, progress: Progress) -> None:
         """Compare every tile and every element sum with a table; the stage is ``tensors``, in tiles."""
@@ -98,6 +110,11 @@ class Rebuilding:
             self._report.note(
                 "tensor", self._outline.specs[tensor].name, "its element sum isn't what the manifest says"
             )
+
+
+def _is_miscount(error: SlackwaterError, places: Sequence[Place]) -> bool:
+    """Whether all that a body was refused for is the manifest's count: see `slackwater.checkpoint.refusal`."""
+    return isinstance(error, CorruptError) and any(error.message.startswith(f"{place}: changed: ") for place in places)
 
 
 def prove_objects(

@@ -18,6 +18,10 @@ from slackwater.ids import RunId
 MAX_SIGNATURE_BYTES: Final = 4096
 """Readers hold no larger signature object."""
 
+_WAY_OUT: Final = (
+    "a committed version can't be signed any more: sign from now on, beginning with an anchor: `slackwater publish "
+    "--sign-with KEY --anchor`, and for that one publish leave --trust out"
+)
 _SIGNED: Final = re.compile(r"([^/]+)/(?:manifests|folds)/.+", re.DOTALL)
 
 
@@ -96,4 +100,4 @@ class SignedBucket:
         try:
             return self._bucket.get(signature_key(run, object_digest(body)), max_bytes=MAX_SIGNATURE_BYTES)
         except NotFoundError as error:
-            raise CorruptError("it isn't signed", hint="give its publisher the signing key") from error
+            raise CorruptError("it isn't signed", hint=_WAY_OUT) from error

@@ -47,8 +47,8 @@ class QuantizedSource:
         quantizers: The quantiser of each tensor that one makes, codes and scales alike, by the anchor's names.
 
     Raises:
-        InvalidInputError: The export has pieces of tensors, or a tensor is unknown to the anchor, of another shape, or of a dtype that isn't served
-            and can't become what is; the message names it.
+        InvalidInputError: The export has pieces of tensors; or a tensor is unknown to the anchor, of another shape, or
+            of a dtype that isn't served and can't become what is; the message names it.
     """
 
     def __init__(
