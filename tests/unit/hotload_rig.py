@@ -1,16 +1,21 @@
 """A scripted target, and snapshots that need no bucket."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import count
 
 import msgspec
 
 from slackwater.errors import NotFoundError, SlackwaterError
 from slackwater.hotload.conductor import Conductor, ConductorLimits
+from slackwater.hotload.groups import Group, Mode
+from slackwater.hotload.ledger import Ledger
+from slackwater.hotload.operation import Operation
 from slackwater.hotload.snapshots import Snapshot
-from slackwater.hotload.target import Goal, TargetError, TargetStatus
+from slackwater.hotload.target import Goal, SwapTimings, TargetError, TargetStatus
 from slackwater.ids import ReplicaId, RunId, StateDigest, Version, snapshot_name
 from slackwater.testing.clock import ManualClock
+from slackwater.testing.ledger import MemoryLedger
 
 RUN = RunId("demo")
 
@@ -49,7 +54,9 @@ class ScriptedTarget:
         if goal == "head":
             self.change(mode="follow")
         elif goal != self.now.version or self.now.stage != "idle":
-            self.change(target=goal, stage="preparing", waiting=False, last_error=None)
+            self.change(target=goal, stage="preparing", waiting=False, last_error=None, mode="manual")
+        else:
+            self.change(target=goal, waiting=False, last_error=None, mode="manual")
         return self.now
 
     async def status(self) -> TargetStatus:
@@ -57,7 +64,15 @@ class ScriptedTarget:
         return self.now
 
     def reach(self) -> None:
-        self.change(version=self.now.target, stage="idle")
+        """Swap to the target, and tell where the time went."""
+        before, target = self.now.version, self.now.target
+        assert target is not None
+        timings = SwapTimings(version=target, from_version=before, prepare_s=2.0, pause_s=0.25, verify_s=1.0)
+        self.change(version=target, stage="idle", swaps=(*self.now.swaps, timings))
+
+    def restart(self) -> None:
+        """Come back as the command line starts a replica: it follows the head by itself."""
+        self.change(boot_id=self.now.boot_id + "'", mode="follow", swaps=())
 
     def fail(self, kind: str) -> None:
         self.change(stage="idle", waiting=True, last_error=TargetError(kind=kind, message="broken"))
@@ -98,18 +113,62 @@ class ListedSnapshots:
         return tuple(self.find(Version(number)) for number in range(self._count))
 
 
-class Fleet:
-    """A conductor over scripted targets on a manual clock."""
+LIMITS = ConductorLimits(deadline_s=60.0, poll_s=0.1, standing_poll_s=1.0, lookup_s=5.0)
 
-    def __init__(self, size: int = 3, snapshots: int = 9, history: int = 256) -> None:
+
+class Fleet:
+    """A conductor over scripted targets on a manual clock; `restart` gives it a new one, with the same ledger."""
+
+    def __init__(
+        self,
+        size: int = 3,
+        snapshots: int = 9,
+        limits: ConductorLimits = LIMITS,
+        ledger: Ledger | None = None,
+        groups: Sequence[Group] = (),
+    ) -> None:
         self.clock = ManualClock()
         self.targets = [ScriptedTarget(f"r{number}") for number in range(size)]
         self.snapshots = ListedSnapshots(snapshots)
-        limits = ConductorLimits(deadline_s=60.0, poll_s=0.1, history=history)
-        self.conductor = Conductor(self.targets, self.snapshots, self.clock, limits)
+        self.ledger = ledger or MemoryLedger()
+        self._limits = limits
+        self._numbers = count()
+        self.conductor = self.conduct(groups)
+
+    def conduct(self, groups: Sequence[Group]) -> Conductor:
+        """A conductor that isn't started."""
+        return Conductor(
+            self.targets,
+            self.snapshots,
+            self.clock,
+            self._limits,
+            lambda: f"op{next(self._numbers)}",
+            ledger=self.ledger,
+            groups=groups,
+        )
+
+    async def restart(self, groups: Sequence[Group] = (), ledger: Ledger | None = None) -> None:
+        await self.conductor.close()
+        self.ledger = ledger or self.ledger
+        self.conductor = self.conduct(groups)
+        await self.conductor.start()
 
     async def polls(self, seconds: float = 0.2) -> None:
         await self.clock.advance(seconds)
+
+    def goals(self) -> list[list[Goal]]:
+        return [target.goals for target in self.targets]
+
+
+def stages(operation: Operation) -> list[str]:
+    """Where each replica stands."""
+    return [part.stage.value for part in operation.replicas]
+
+
+def group(name: str, *replicas: str, mode: Mode = Mode.MANUAL, version: int | None = None) -> Group:
+    """A group of the configuration."""
+    names = tuple(ReplicaId(replica) for replica in replicas)
+    return Group(name=name, replicas=names, mode=mode, version=None if version is None else Version(version))
 
 
 async def until(holds: Callable[[], bool]) -> None:

@@ -67,7 +67,79 @@ async def test_snapshots_and_fleet_are_listed(fleet: Fleet, front: Client) -> No
 async def test_following_is_a_standing_order(fleet: Fleet, front: Client) -> None:
     reply = (await front.post("/v1/follow")).json()
     assert reply["mode"] == "follow"
-    assert [target.goals for target in fleet.targets] == [["head"]] * 3
+    assert [set(goals) for goals in fleet.goals()] == [{"head"}] * 3
+    (standing,) = (await front.get("/v1/hot-loads")).json()["hot_loads"]
+    assert (standing["snapshot"], standing["standing"], standing["state"]) == ("demo/head", True, "running")
+
+
+async def test_a_canary_is_shown_with_its_phase_and_its_times(fleet: Fleet, front: Client) -> None:
+    body = {"snapshot": "demo/7", "replicas": ["r2", "r0"], "canary": {"count": 1, "hold_s": 5}}
+    name = (await front.post("/v1/hot-loads", body)).json()["id"]
+    await fleet.polls()
+    fleet.targets[2].reach()
+    await fleet.polls()
+    seen = (await front.get(f"/v1/hot-loads/{name}")).json()
+    assert (seen["phase"], seen["canary"], seen["group"]) == ("holding", {"count": 1, "hold_s": 5.0}, None)
+    first, second = seen["replicas"]
+    assert (first["replica"], first["stage"], second["stage"]) == ("r2", "done", "pending")
+    times = {key: value for key, value in first["timings"].items() if value is not None}
+    assert times == {"version": 7, "from_version": 0, "prepare_s": 2.0, "pause_s": 0.25, "verify_s": 1.0}
+    assert 0 < first["settled_at"] - first["told_at"] < 1
+
+
+async def test_groups_are_listed_and_their_modes_set(fleet: Fleet, front: Client) -> None:
+    reply = await front.post("/v1/groups/default", {"mode": "pinned", "snapshot": "demo/3"})
+    assert reply.status == 200
+    (shown,) = (await front.get("/v1/groups")).json()["groups"]
+    (standing,) = fleet.conductor.list()
+    assert shown == reply.json()
+    assert shown == {
+        "name": "default",
+        "mode": "pinned",
+        "snapshot": "demo/3",
+        "replicas": ["r0", "r1", "r2"],
+        "hot_load": standing.id,
+    }
+    assert (await front.post("/v1/hot-loads", {"snapshot": "demo/7"})).status == 409
+    await fleet.polls()
+    events = (await front.get("/v1/fleet/events?limit=1000")).json()["events"]
+    assert events[-1] == {"at": 1000.0, "kind": "group", "version": 3, "detail": "default pinned"}
+    assert len((await front.get("/v1/fleet/events?limit=1")).json()["events"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/v1/groups/default", {"mode": "frozen"}, 400),
+        ("/v1/groups/default", {"mode": "pinned"}, 400),
+        ("/v1/groups/default", {"mode": "pinned", "snapshot": "demo/99"}, 404),
+        ("/v1/groups/other", {"mode": "manual"}, 404),
+        ("/v1/hot-loads", {"snapshot": "demo/7", "group": "other"}, 404),
+        ("/v1/hot-loads", {"snapshot": "demo/7", "replicas": ["r9"]}, 404),
+        ("/v1/hot-loads", {"snapshot": "demo/7", "replicas": []}, 400),
+        ("/v1/hot-loads", {"snapshot": "demo/7", "canary": {"count": 3}}, 400),
+        ("/v1/hot-loads", {"snapshot": "demo/7", "canary": {"count": 0}}, 400),
+        ("/v1/hot-loads", {"snapshot": "demo/7", "canary": {"hold_s": -1}}, 400),
+    ],
+)
+async def test_a_group_or_rollout_that_cannot_be_is_refused(
+    fleet: Fleet, front: Client, path: str, body: object, status: int
+) -> None:
+    assert (await front.post(path, body)).status == status
+    assert fleet.goals() == [[], [], []]
+
+
+async def test_the_number_of_events_has_bounds(front: Client) -> None:
+    for limit in ("0", "1001", "-1", "x", "\u0661", "9" * 5000, ""):
+        assert (await front.get(f"/v1/fleet/events?limit={limit}")).status == 400
+
+
+async def test_two_bodies_under_one_idempotency_key_are_a_conflict(front: Client) -> None:
+    key = {"Idempotency-Key": "k"}
+    assert (await front.post("/v1/hot-loads", {"snapshot": "demo/7"}, headers=key)).status == 202
+    for body in ({"snapshot": "demo/6"}, {"snapshot": "demo/7", "replicas": ["r0"]}):
+        reply = await front.post("/v1/hot-loads", body, headers=key)
+        assert (reply.status, reply.json()["error"]["type"]) == (409, "conflict")
 
 
 @pytest.mark.parametrize(
@@ -130,6 +202,11 @@ async def test_a1_12_a_fleet_over_http_ends_with_a_state_for_each_replica(
         ReplicaStage.UNKNOWN,
     ]
     assert [part.version for part in ended.replicas] == [1, 0, None]
+    timings = ended.replicas[0].timings
+    assert timings is not None
+    assert (timings.from_version, timings.fetch_s) == (0, None)
+    assert timings.prepare_s is not None
+    assert timings.pause_s is not None
 
 
 async def test_a_target_maps_what_a_replica_refuses_and_what_is_no_replica(

@@ -6,6 +6,7 @@ from hotload_rig import Fleet, until
 
 from slackwater.checkpoint.keys import manifest_key
 from slackwater.errors import AuthError, ConflictError, CorruptError, InvalidInputError, NotFoundError
+from slackwater.hotload.conductor import ConductorLimits
 from slackwater.hotload.operation import OperationState, ReplicaStage
 from slackwater.hotload.snapshots import BucketSnapshots
 from slackwater.ids import RunId, Version
@@ -104,7 +105,7 @@ async def test_f36_a_newer_hot_load_supersedes_the_running_one(fleet: Fleet) -> 
         target.reach()
     await fleet.polls()
     assert fleet.conductor.get(second.id).state is OperationState.SUCCEEDED
-    assert [operation.version for operation in fleet.conductor.list()] == [8, 7]
+    assert [operation.order.version for operation in fleet.conductor.list()] == [8, 7]
 
 
 async def test_a_replica_whose_target_was_moved_is_told_again(fleet: Fleet) -> None:
@@ -181,7 +182,7 @@ async def test_a8_04_a_hostile_name_is_refused_and_nothing_is_asked(fleet: Fleet
 
 
 async def test_the_history_is_bounded_and_keeps_what_runs() -> None:
-    fleet = Fleet(size=1, history=3)
+    fleet = Fleet(size=1, limits=ConductorLimits(history=3))
     ids = [(await fleet.conductor.submit(f"demo/{number}")).id for number in range(6)]
     assert [operation.id for operation in fleet.conductor.list()] == ids[:2:-1]
     with pytest.raises(NotFoundError):
@@ -190,14 +191,15 @@ async def test_the_history_is_bounded_and_keeps_what_runs() -> None:
 
 
 @pytest.mark.parametrize("turns", range(12))
-async def test_closing_at_any_moment_leaves_no_task_and_no_open_operation(turns: int) -> None:
+async def test_closing_at_any_moment_leaves_no_task_and_the_operation_open(turns: int) -> None:
     fleet = Fleet()
     await fleet.conductor.submit("demo/7")
     for _ in range(turns):
         await asyncio.sleep(0)
     await fleet.conductor.close()
+    await fleet.conductor.close()
     await until(lambda: len(asyncio.all_tasks()) == 1)
-    assert all(operation.ended for operation in fleet.conductor.list())
+    assert [operation.ended for operation in fleet.conductor.list()] == [False]
 
 
 async def test_a_bucket_manifest_that_is_another_ones_is_corrupt() -> None:

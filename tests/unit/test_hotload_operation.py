@@ -10,6 +10,7 @@ from slackwater.hotload.operation import (
     Operation,
     OperationEvent,
     OperationState,
+    Order,
     ReplicaProgress,
     ReplicaStage,
     judge,
@@ -18,12 +19,13 @@ from slackwater.hotload.operation import (
 from slackwater.hotload.target import TargetError, TargetStatus
 from slackwater.ids import ReplicaId, Version
 
+ORDER = Order(run=RUN, version=Version(7))
 BROKEN = TargetError(kind="corrupt", message="broken")
 ILLEGAL = [pair for pair in product(OperationState, OperationEvent) if pair not in MOVES]
 
 
 def operation(state: OperationState) -> Operation:
-    return Operation(id="op", idempotency_key="k", run=RUN, version=Version(7), created_at=0.0, state=state)
+    return Operation(id="op", idempotency_key="k", order=ORDER, created_at=0.0, state=state)
 
 
 @pytest.mark.parametrize(("state", "event"), ILLEGAL, ids=str)
@@ -51,7 +53,7 @@ def test_an_ended_operation_never_changes() -> None:
     ],
 )
 def test_a_replica_is_judged_by_what_it_says(seen: TargetStatus, stage: ReplicaStage) -> None:
-    judged = judge(Version(7), seen)
+    judged = judge(ORDER, seen)
     assert judged.stage is stage
     assert judged.settled == (stage in (ReplicaStage.DONE, ReplicaStage.FAILED))
     assert (judged.error is not None) == (stage is ReplicaStage.FAILED)

@@ -64,7 +64,10 @@ _SIGNS: Final = (
         "check the endpoint, and for a proxy or a sign-in page on the way",
     ),
     _sign(
-        r"NoSuchUpload|RequestTimeout\b", UnavailableError, "the store broke the upload off", "check the endpoint and the network, then try again"
+        r"NoSuchUpload|RequestTimeout\b",
+        UnavailableError,
+        "the store broke the upload off",
+        "check the endpoint and the network, then try again",
     ),
     _sign(
         r"status code: 416\b|NotPartial|UnexpectedRange|InvalidRangeRequest|Content-Length Header missing",
@@ -114,7 +117,10 @@ def translate(error: Exception, where: str) -> SlackwaterError:
         return AuthError(f"the store refused the credentials: {where}{_detail(text)}")
     if isinstance(error, exceptions.NotSupportedError):
         return UnsupportedError(f"the store can't do this: {where}")
-    return UnavailableError(f"the store did not answer in time: {where}{_detail(text)}", hint="check the endpoint and the network, then try again")
+    return UnavailableError(
+        f"the store did not answer in time: {where}{_detail(text)}",
+        hint="check the endpoint and the network, then try again",
+    )
 
 
 def retold(status: int | None, code: str = "") -> exceptions.BaseError:

@@ -17,6 +17,10 @@ from slackwater.clock import SystemClock
 from slackwater.config.process import GatewaySettings
 from slackwater.hotload.app import hotload_routes
 from slackwater.hotload.conductor import Conductor
+from slackwater.hotload.coreweave import coreweave_routes
+from slackwater.hotload.fireworks import AccountKey, fireworks_routes
+from slackwater.hotload.groups import Group, Mode
+from slackwater.hotload.ledger import open_ledger
 from slackwater.hotload.remote import HttpTarget
 from slackwater.hotload.snapshots import BucketSnapshots
 from slackwater.router.app import create_gateway
@@ -29,7 +33,10 @@ async def run_gateway(settings: GatewaySettings, keys: Keys, ending: Ending) -> 
 
     Raises:
         UnavailableError: The port is in use.
-        InvalidInputError: No replica is named, or one twice; or a key file is wrong.
+        InvalidInputError: No replica is named, or one twice; groups don't fit; a key file is wrong; or the ledger
+            is another run's.
+        ConflictError: Another process has the ledger open.
+        AuthError: The ledger can't be written.
         NotFoundError: No such bucket or tokenizer.
     """
     taken = bind(settings.host, settings.port)
@@ -38,7 +45,14 @@ async def run_gateway(settings: GatewaySettings, keys: Keys, ending: Ending) -> 
     tokenizer = await asyncio.to_thread(ChatTokenizer, settings.tokenizer)
     async with ClientSession() as session:
         targets = [HttpTarget(name, url, keys.control, session) for name, url in settings.replicas.items()]
-        conductor = Conductor(targets, BucketSnapshots(bucket, settings.run), SystemClock())
+        groups = [
+            Group(name=each.name, mode=Mode(each.mode), version=each.version, replicas=tuple(each.replicas))
+            for each in settings.groups
+        ]
+        ledger = await asyncio.to_thread(open_ledger, settings.ledger, settings.run)
+        conductor = Conductor(
+            targets, BucketSnapshots(bucket, settings.run), SystemClock(), ledger=ledger, groups=groups
+        )
         router = Router(
             {name: RemoteReplica(url, keys.inference) for name, url in settings.replicas.items()},
             probe_interval_s=settings.probe_s,
@@ -47,6 +61,7 @@ async def run_gateway(settings: GatewaySettings, keys: Keys, ending: Ending) -> 
         @asynccontextmanager
         async def conducting(app: Starlette) -> AsyncGenerator[None]:
             del app
+            await conductor.start()
             yield
             await conductor.close()
 
@@ -55,7 +70,8 @@ async def run_gateway(settings: GatewaySettings, keys: Keys, ending: Ending) -> 
             tokenizer,
             keys,
             model_name=settings.model,
-            extra_routes=hotload_routes(conductor),
+            extra_routes=[*hotload_routes(conductor), *fireworks_routes(conductor), *coreweave_routes(conductor)],
             lifespan=conducting,
         )
+        app.add_middleware(AccountKey)
         await Server(app, taken).run_until(ending)

@@ -29,7 +29,7 @@ from slackwater.cli.options import (
 )
 from slackwater.cli.text import plain
 from slackwater.cli.typed import one_of, tell_version
-from slackwater.config.process import GatewaySettings, ReplicaSettings, parse_replicas
+from slackwater.config.process import GatewaySettings, ReplicaSettings, parse_groups, parse_replicas
 from slackwater.errors import SlackwaterError
 from slackwater.ids import ReplicaId, Version, run_id
 from slackwater.publish.damage import Depth
@@ -44,7 +44,7 @@ app = typer.Typer(
 )
 
 _TERMINATED: Final = 128 + signal.SIGTERM
-_FOLD_EVERY: Final = "Also make folds for late joiners, where this many versions after the anchor are complete."
+_FOLD_EVERY: Final = "Also make folds, one after every N versions, so that replicas that join late have less to read."
 
 app.command()(doctor)
 
@@ -69,7 +69,7 @@ def publish(
     files: Annotated[Path | None, typer.Option(help="Take config and tokenizer from this folder instead.")] = None,
     level: LevelName = "fast",
     threads: Annotated[int, typer.Option(min=1, max=256, help="Threads that encode and upload.")] = 2,
-    fold_every: Annotated[int | None, typer.Option("--fold-every", min=1, help=_FOLD_EVERY)] = None,
+    fold_every: Annotated[int | None, typer.Option("--fold-every", metavar="N", min=1, help=_FOLD_EVERY)] = None,
     sign_with: SignWith = None,
     trust: Trust = None,
     as_json: AsJson = False,
@@ -179,7 +179,7 @@ def fold(
     from slackwater.cli.snapshot import FoldName, Shelf
     from slackwater.cli.tables import show_summary
 
-    settings = DiffSettings(out=out, level=level, threads=threads, sign_with=sign_with)
+    settings = DiffSettings(out=out, level=level, threads=threads, sign_with=sign_with, trust=trust or ())
     with attended(ending) as work:
         shelf = Shelf(bucket, work, threads, trust or ())
         first = shelf.name(names[0])
@@ -200,7 +200,8 @@ def inspect_(
     bucket: OptionalBucket = None,
     trust: Trust = None,
     base: Annotated[
-        str | None, typer.Option(help="The state before a delta: also tells how far elements move.")
+        str | None,
+        typer.Option(help="The state before a delta: also tells how far each tensor's elements move, added up."),
     ] = None,
     threads: Threads = 2,
     top: Top = 10,
@@ -374,6 +375,8 @@ def gateway(
     ],
     tokenizer: Annotated[Path, typer.Option(help="Folder with the model's tokenizer and chat template.")],
     model: Annotated[str, typer.Option(help="Name under which the fleet serves.")] = "policy",
+    group: Annotated[list[str] | None, typer.Option(help="NAME=MODE:REPLICA,…; repeat for each.")] = None,
+    ledger: Annotated[Path | None, typer.Option(help="File that keeps hot-loads over restarts.")] = None,
     host: Host = "127.0.0.1",
     port: Port = 8000,
     trust: Trust = None,
@@ -391,6 +394,8 @@ def gateway(
         host=host,
         port=port,
         trust=trust or (),
+        groups=parse_groups(group or (), run_id(run)),
+        ledger=ledger,
     )
     keys = keys_from()
     from slackwater.cli.gateway import run_gateway

@@ -4,9 +4,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from slackwater.errors import InvalidInputError
-from slackwater.ids import ReplicaId, RunId, run_id
+from slackwater.ids import ReplicaId, RunId, Version, parse_snapshot, run_id
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +39,17 @@ class ReplicaSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class GroupSettings:
+    """Some replicas that are moved together."""
+
+    name: str
+    mode: Literal["follow", "manual", "pinned"]
+    version: Version | None
+    """Of the pin; None for the other modes."""
+    replicas: Sequence[ReplicaId]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GatewaySettings:
     """One gateway process, control routes included."""
 
@@ -55,6 +67,10 @@ class GatewaySettings:
     """Seconds between looks at each replica's health."""
     trust: Sequence[Path] = ()
     """Files of the public keys whose versions can be named; none takes all."""
+    groups: Sequence[GroupSettings] = ()
+    """Of the replicas; those in none make up the group ``default``."""
+    ledger: Path | None = None
+    """File of the hot-loads' history; None: it ends with the process."""
 
 
 _BASE_URL = re.compile(r"https?://(\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?/?")
@@ -77,3 +93,29 @@ def parse_replicas(words: Sequence[str]) -> dict[ReplicaId, str]:
     if not found:
         raise InvalidInputError("no replica is named", hint="add --replica name=http://host:port")
     return found
+
+
+def parse_groups(words: Sequence[str], run: RunId) -> tuple[GroupSettings, ...]:
+    """Read ``name=follow:r0,r1``, ``name=manual:r2`` and ``name=pinned:<run>/<version>:r3`` words.
+
+    Raises:
+        InvalidInputError: A word is not of that form, or pins another run's snapshot.
+    """
+    return tuple(_group(word, run) for word in words)
+
+
+def _group(word: str, run: RunId) -> GroupSettings:
+    name, _, rest = word.partition("=")
+    replicas = tuple(ReplicaId(run_id(replica)) for replica in rest.rpartition(":")[2].split(","))
+    match rest.split(":"):
+        case ["follow" | "manual" as mode, _]:
+            return GroupSettings(name=run_id(name), mode=mode, version=None, replicas=replicas)
+        case ["pinned", snapshot, _]:
+            pinned, version = parse_snapshot(snapshot)
+            if pinned == run:
+                return GroupSettings(name=run_id(name), mode="pinned", version=version, replicas=replicas)
+            raise InvalidInputError(f"{word[:80]!r} pins a snapshot of another run", hint=f"this fleet serves {run!r}")
+        case _:
+            raise InvalidInputError(
+                f"{word[:80]!r} names no group", hint="write train=follow:r0,r1 or eval=pinned:<run>/<version>:r2"
+            )

@@ -1,1 +1,1 @@
-"""Hot-load operations over a fleet: the machine, the conductor, the native front."""
+"""Hot-load operations over a fleet: the machines, the conductor and its ledger, the native and two foreign fronts."""

@@ -2,12 +2,13 @@
 
 The rules:
 
-1. An operation names one snapshot and ends in exactly one way; an ended one never changes again.
+1. An operation names one snapshot, or the head, and ends in exactly one way; an ended one never changes again.
 2. It ends when every replica has settled: with the version in place and verified, or with its own error.
 3. A replica that doesn't answer by the deadline is ``unknown``: it may have the version or not.
-4. One operation drives at a time. A newer one supersedes it, queued or running.
+4. One operation drives a replica at a time. A newer one supersedes those it shares replicas with.
 5. Cancelling ends the operation. What a replica has committed by then stays.
-6. A pair that the table lacks is illegal: a ConflictError that names operation, state and event.
+6. A standing operation ends by those two ways alone: until then it brings back whoever strays.
+7. A pair that the table lacks is illegal: a ConflictError that names operation, state and event.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,8 @@ from types import MappingProxyType
 from typing import Final
 
 from slackwater.errors import ConflictError
-from slackwater.hotload.target import TargetError, TargetStatus
+from slackwater.hotload.rollout import Canary, Phase, told_in
+from slackwater.hotload.target import Goal, SwapTimings, TargetError, TargetStatus
 from slackwater.ids import ReplicaId, RunId, Version
 
 
@@ -35,7 +37,7 @@ class OperationState(StrEnum):
     """None does."""
     CANCELLED = "cancelled"
     SUPERSEDED = "superseded"
-    """A newer operation, or following the head, took its place."""
+    """A newer operation took its place."""
 
 
 class OperationEvent(StrEnum):
@@ -79,6 +81,8 @@ class ReplicaStage(StrEnum):
     FAILED = "failed"
     UNKNOWN = "unknown"
     """It doesn't answer."""
+    SKIPPED = "skipped"
+    """Not told: the canary did badly."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,11 +94,39 @@ class ReplicaProgress:
     version: Version | None = None
     """What it served when it was last heard."""
     error: TargetError | None = None
+    boot_id: str | None = None
+    """The start of it that was last heard."""
+    told_at: float | None = None
+    """When it first answered, in seconds since the epoch; None while it has not."""
+    settled_at: float | None = None
+    """When it was first seen to be where it stands now, if it has settled; seconds since the epoch."""
+    timings: SwapTimings | None = None
+    """Of the swap that put the version in place; None where it was there before, or the replica doesn't tell."""
 
     @property
     def settled(self) -> bool:
         """Whether the operation is over for this replica."""
-        return self.stage in (ReplicaStage.DONE, ReplicaStage.FAILED)
+        return self.stage in (ReplicaStage.DONE, ReplicaStage.FAILED, ReplicaStage.SKIPPED)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Order:
+    """What was asked for: two calls with one idempotency key must agree in all of it."""
+
+    run: RunId
+    version: Version | None
+    """None: the head, whatever it is."""
+    group: str | None = None
+    replicas: tuple[ReplicaId, ...] | None = None
+    """Those named; None: all of the group, or of every group that isn't pinned."""
+    canary: Canary | None = None
+    standing: bool = False
+    """It never ends by itself, and brings back whoever strays."""
+
+    @property
+    def goal(self) -> Goal:
+        """What replicas are told."""
+        return "head" if self.version is None else self.version
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,17 +135,38 @@ class Operation:
 
     id: str
     idempotency_key: str
-    run: RunId
-    version: Version
+    order: Order
     created_at: float
     """Seconds since the epoch, for people."""
     state: OperationState = OperationState.QUEUED
+    phase: Phase = Phase.FLEET
     replicas: tuple[ReplicaProgress, ...] = ()
 
     @property
     def ended(self) -> bool:
         """Whether it never changes again."""
         return self.state in ENDED
+
+    @property
+    def names(self) -> tuple[ReplicaId, ...]:
+        """The replicas it is about, those that go first in front."""
+        return tuple(part.replica for part in self.replicas)
+
+    @property
+    def told(self) -> tuple[ReplicaId, ...]:
+        """The replicas that this phase tells and watches."""
+        return told_in(self.phase, self.names, self.order.canary)
+
+    def part(self, replica: ReplicaId) -> ReplicaProgress:
+        """One replica's part.
+
+        Raises:
+            ConflictError: The operation isn't about it.
+        """
+        for part in self.replicas:
+            if part.replica == replica:
+                return part
+        raise ConflictError(f"operation {self.id} is not about replica {replica}")
 
     def after(self, event: OperationEvent) -> "Operation":
         """The operation after ``event``.
@@ -132,20 +185,71 @@ class Operation:
         return replace(self, replicas=parts)
 
 
-def judge(version: Version, status: TargetStatus) -> ReplicaProgress:
-    """How far a replica is towards ``version``, by what it says of itself."""
+def judge(order: Order, status: TargetStatus) -> ReplicaProgress:
+    """How far a replica is with ``order``, by what it says of itself."""
 
     def at(stage: ReplicaStage, error: TargetError | None = None) -> ReplicaProgress:
-        return ReplicaProgress(replica=status.replica, stage=stage, version=status.version, error=error)
+        return ReplicaProgress(
+            replica=status.replica,
+            stage=stage,
+            version=status.version,
+            error=error,
+            boot_id=status.boot_id,
+            timings=status.timings(status.version) if stage is ReplicaStage.DONE else None,
+        )
 
     if status.state in ("retired", "closed"):
         gone = TargetError(kind="unavailable", message=f"the replica is {status.state}: restart it")
         return at(ReplicaStage.FAILED, status.last_error or gone)
-    if status.version == version and status.stage == "idle" and not status.provisional:
+    wanted = status.target if order.version is None else order.version
+    if order.version is None and status.mode != "follow":
+        return at(ReplicaStage.UNDER_WAY)
+    if status.version == wanted and status.stage == "idle" and not status.provisional:
         return at(ReplicaStage.DONE)
-    if status.waiting and status.target == version and status.last_error is not None:
+    if status.waiting and status.target == wanted and status.last_error is not None:
         return at(ReplicaStage.FAILED, status.last_error)
     return at(ReplicaStage.UNDER_WAY)
+
+
+def obeys(order: Order, status: TargetStatus) -> bool:
+    """Whether a replica has taken ``order`` and works on it, so that telling it again would change nothing."""
+    if status.state != "serving":
+        return False
+    if order.version is None:
+        return status.mode == "follow"
+    gave_up = status.waiting and order.standing
+    return status.mode == "manual" and status.target == order.version and not gave_up
+
+
+def news(before: ReplicaProgress, seen: ReplicaProgress, now: float) -> ReplicaProgress:
+    """What is known of a replica after ``seen``: times are kept; a swap of before this operation isn't its own."""
+    heard = seen.boot_id is not None
+    return replace(
+        seen,
+        version=seen.version if heard else before.version,
+        boot_id=seen.boot_id or before.boot_id,
+        told_at=now if heard and before.told_at is None else before.told_at,
+        settled_at=_settled_at(before, seen, now),
+        timings=None if before.stage is ReplicaStage.PENDING else seen.timings,
+    )
+
+
+def _settled_at(before: ReplicaProgress, seen: ReplicaProgress, now: float) -> float | None:
+    if not seen.settled:
+        return None
+    same = (before.stage, before.version) == (seen.stage, seen.version)
+    return before.settled_at if same and before.settled_at is not None else now
+
+
+def still_well(before: ReplicaProgress, seen: ReplicaProgress) -> ReplicaProgress:
+    """A canary after its hold: ``seen`` where it is done still, else failed with the reason."""
+    if seen.stage is ReplicaStage.DONE and seen.boot_id == before.boot_id:
+        return replace(before, version=seen.version)
+    restarted = seen.stage is ReplicaStage.DONE
+    reason = "it restarted in the hold" if restarted else f"it was {seen.stage.value} at the end of the hold"
+    error = seen.error or TargetError(kind="unavailable", message=f"the canary fell ill: {reason}")
+    version = before.version if seen.boot_id is None else seen.version
+    return replace(before, stage=ReplicaStage.FAILED, version=version, error=error)
 
 
 def outcome(replicas: Sequence[ReplicaProgress]) -> OperationEvent:

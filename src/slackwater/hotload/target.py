@@ -18,6 +18,27 @@ class TargetError(msgspec.Struct, frozen=True, kw_only=True):
     message: str
 
 
+class SwapTimings(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the time of one swap went, as far as the replica tells. Seconds; None where it doesn't."""
+
+    version: Version
+    from_version: Version | None = None
+    fetch_s: float | None = None
+    """Waiting for bytes, from the bucket or the cache."""
+    check_s: float | None = None
+    """Comparing them with the manifest's digests."""
+    decode_s: float | None = None
+    """Making writes of them."""
+    stage_s: float | None = None
+    """Handing these to the engine."""
+    prepare_s: float | None = None
+    """All of that together, while the old version served."""
+    pause_s: float | None = None
+    """Without a token."""
+    verify_s: float | None = None
+    """Reading back, while the new version served provisionally."""
+
+
 class TargetStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One moment of a replica: the part of ``GET /control/v1/status`` that hot-loads rest on.
 
@@ -41,6 +62,12 @@ class TargetStatus(msgspec.Struct, frozen=True, kw_only=True):
     in_flight: int
     state_digest: StateDigest | None = None
     last_error: TargetError | None = None
+    swaps: tuple[SwapTimings, ...] = ()
+    """The most recent ones, oldest first."""
+
+    def timings(self, version: Version | None) -> SwapTimings | None:
+        """Of the latest swap to ``version``; None where there was none that is remembered."""
+        return next((swap for swap in reversed(self.swaps) if swap.version == version), None)
 
 
 class Target(Protocol):

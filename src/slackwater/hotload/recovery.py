@@ -1,0 +1,36 @@
+"""What a new conductor takes up: its ledger's operations, or what replicas are at. Values in, values out."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from slackwater.errors import NotFoundError
+from slackwater.hotload.groups import Group, find_group
+from slackwater.hotload.operation import Operation, OperationEvent, ReplicaProgress
+from slackwater.hotload.target import TargetStatus
+from slackwater.ids import ReplicaId, Version
+
+
+def take_up(operation: Operation, groups: Sequence[Group]) -> Operation:
+    """An operation that hadn't ended, as it goes on: a standing one is about its group as that is today.
+
+    One whose group is gone is superseded.
+    """
+    if not operation.order.standing:
+        return operation
+    try:
+        group = find_group(groups, operation.order.group or "")
+    except NotFoundError:
+        return operation.after(OperationEvent.SUPERSEDE)
+    known = {part.replica: part for part in operation.replicas}
+    parts = tuple(known.get(name, ReplicaProgress(replica=name)) for name in group.replicas)
+    return replace(operation, replicas=parts)
+
+
+def under_way(statuses: Sequence[TargetStatus]) -> tuple[tuple[Version, tuple[ReplicaId, ...]], ...]:
+    """The versions that replicas were told to go to and haven't reached, each with its replicas."""
+    found: dict[Version, list[ReplicaId]] = {}
+    for status in statuses:
+        settled = status.version == status.target and status.stage == "idle" and not status.provisional
+        if status.mode == "manual" and status.target is not None and not settled:
+            found.setdefault(status.target, []).append(status.replica)
+    return tuple((version, tuple(names)) for version, names in found.items())
