@@ -3,9 +3,9 @@
 
     python publish_checkpoint.py ./model --bucket s3://bucket/prefix --run my-run --step 100
 
-The first version is the whole folder; later ones hold the bits that changed, and every 50th is whole again. A version
-is visible once this ends with status 0, and never in part. Ended anywhere, even killed, it is simply called again. It
-needs the ``slackwater`` package; take this file as a start for your own.
+The first version is the whole folder; later ones hold the bits that changed, and now and then one is whole again. A
+version is visible once this ends with status 0, and never in part. Ended anywhere, even killed, it is simply called
+again. It needs the ``slackwater`` package; take this file as a start for your own.
 """
 
 import argparse

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 import torch
@@ -81,7 +82,9 @@ def publish(
     bucket: Bucket, folder: Path, kinds: str, values: list[int] | None = None, signer: Signer | None = None
 ) -> list[Bits]:
     """Publish a version for each letter, ``a`` an anchor; returns their bits. Between two an hour passes."""
-    publisher = Publisher.open(bucket, RUN, anchor_every=1000, threads=1, clock=ManualClock(), signer=signer)
+    publisher = Publisher.open(
+        bucket, RUN, anchor_every=1000, anchor_share=inf, threads=1, clock=ManualClock(), signer=signer
+    )
     made: list[Bits] = []
     for number, kind in enumerate(kinds):
         source = StateDictSource(state(1.0, values[number] if values else number, 2.0))

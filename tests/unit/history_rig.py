@@ -21,6 +21,7 @@ from slackwater.publish.hint import HintWriter
 from slackwater.publish.lineage import Tip, read_manifest
 from slackwater.testing.bucket import FaultyBucket, MemoryBucket
 from slackwater.weights.image import take_image
+from slackwater.weights.source import side_files
 from slackwater.weights.state_dict import StateDictSource
 
 CAP: Final = 1 << 20
@@ -83,8 +84,9 @@ class Trainer:
 
 def drafted(model: Path, version: int, step: int) -> tuple[Draft, bytes]:
     tensors = {"model.norm.bias": weights()["model.norm.bias"] + step}
+    files = {name: path.read_bytes() for name, path in side_files(model).items()}
     label = Label(run=RUN, version=Version(version), step=step, created_at=f"step {step}")
-    draft = draft_anchor(label, take_image(StateDictSource(tensors), model), threads=1)
+    draft = draft_anchor(label, take_image(StateDictSource(tensors), files), threads=1)
     return draft, encode_checked(draft.manifest)
 
 

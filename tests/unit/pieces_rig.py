@@ -4,6 +4,7 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import pairwise
+from math import inf
 from pathlib import Path
 from typing import Final
 
@@ -127,7 +128,17 @@ class Trainer:
         self.exchanges = [Watched(exchange) for exchange in thread_exchanges(len(buckets), 60)]
         exchanges: list[Exchange] = list(self.exchanges)
         self.ranks = [
-            RankPublisher(bucket, RUN, rank, len(buckets), exchange, anchor_every=every, threads=1, baseline_dir=folder)
+            RankPublisher(
+                bucket,
+                RUN,
+                rank,
+                len(buckets),
+                exchange,
+                anchor_every=every,
+                anchor_share=inf,
+                threads=1,
+                baseline_dir=folder,
+            )
             for rank, (bucket, exchange) in enumerate(zip(buckets, exchanges, strict=True))
         ]
 

@@ -21,7 +21,7 @@ from slackwater.errors import (
 )
 from slackwater.ids import RunId, Version
 from slackwater.publish.lineage import find_head, read_manifest
-from slackwater.publish.plan import check_fits, decide
+from slackwater.publish.plan import Anchors, Since, check_fits, decide
 from slackwater.publish.publisher import Publisher
 from slackwater.publish.restore import restore
 from slackwater.testing.bucket import Fault, FaultyBucket, MemoryBucket
@@ -381,9 +381,14 @@ def test_numbers_and_names_out_of_range_are_refused(run: str, every: int, step: 
 
 
 def test_an_anchor_comes_first_when_forced_and_in_turn() -> None:
-    kinds = [decide(anchor_every=3, since_anchor=since, forced=False) for since in (None, 0, 1, 2, 9)]
+    anchors = Anchors(every=3, share=0.5)
+    kinds = [
+        decide(anchors, None if versions is None else Since(versions=versions, share=0.49), forced=False)
+        for versions in (None, 0, 1, 2, 9)
+    ]
     assert kinds == ["anchor", "delta", "delta", "anchor", "anchor"]
-    assert decide(anchor_every=3, since_anchor=0, forced=True) == "anchor"
+    assert decide(anchors, Since(versions=0, share=0.0), forced=True) == "anchor"
+    assert decide(anchors, Since(versions=0, share=0.5), forced=False) == "anchor"
 
 
 def test_a_delta_may_lack_tensors() -> None:

@@ -137,6 +137,28 @@ def test_a_config_that_changed_is_refused_at_the_first_delta(model: Path, tmp_pa
     assert publisher.publish(FolderSource(saved), step=2).version == 2  # a delta needs none of them
 
 
+@pytest.mark.parametrize("is_forced", [False, True])
+def test_later_anchors_have_the_files_of_the_first(model: Path, *, is_forced: bool) -> None:
+    bucket = MemoryBucket()
+    publisher = Publisher(bucket, RUN, anchor_every=1)
+    publisher.publish(StateDictSource(weights()), step=0, folder_files=model)
+    published = publisher.publish(StateDictSource(trained(weights(), 1)), step=1, anchor=is_forced)
+    assert published.kind == "anchor"
+    assert read_manifest(bucket, RUN, Version(1)).side_files == read_manifest(bucket, RUN, Version(0)).side_files
+    (model / "chat_template.jinja").unlink()
+    publisher.publish(StateDictSource(weights()), step=2, folder_files=model, anchor=is_forced)
+    assert read_manifest(bucket, RUN, Version(2)).side_files == read_manifest(bucket, RUN, Version(0)).side_files
+
+
+def test_a_first_anchor_has_a_folder_with_a_config(model: Path) -> None:
+    publisher = Publisher(MemoryBucket(), RUN)
+    with pytest.raises(InvalidInputError, match="a first anchor needs a config and a tokenizer"):
+        publisher.publish(StateDictSource(weights()), step=0)
+    (model / "config.json").unlink()
+    with pytest.raises(InvalidInputError, match=r"an anchor needs a config\.json"):
+        publisher.publish(StateDictSource(weights()), step=0, folder_files=model)
+
+
 def test_a_file_that_is_written_again_is_read_again(model: Path) -> None:
     publisher = Publisher(MemoryBucket(), RUN)
     for step in range(2):
@@ -203,3 +225,20 @@ def test_a_forced_anchor_follows_a_last_version_whose_manifest_is_damaged_at_onc
         publisher.publish(StateDictSource(weights()), step=2)
     assert publisher.publish(StateDictSource(weights()), step=2, folder_files=model, anchor=True).version == 2
     assert restored(bucket, 2) == all_bits(StateDictSource(weights()))
+
+
+@pytest.mark.parametrize("reopened", [False, True])
+def test_deltas_of_so_many_bytes_bring_the_next_anchor(model: Path, *, reopened: bool) -> None:
+    bucket, state = MemoryBucket(), weights()
+    publisher = Publisher(bucket, RUN, anchor_share=1.5)
+    kinds, share = list[str](), 0.0
+    for step in range(9):
+        publisher = Publisher(bucket, RUN, anchor_share=1.5) if reopened else publisher
+        published = publisher.publish(StateDictSource(state), step=step, folder_files=model)
+        kinds.append(published.kind)
+        assert (published.kind == "anchor") == (step == 0 or share >= 1.5)
+        full = published.full_bytes
+        objects = read_manifest(bucket, RUN, published.version).num_bytes
+        share = 0.0 if published.kind == "anchor" else share + objects / full
+        state = stepped(state, step, 1e-2)
+    assert kinds.count("anchor") > 1

@@ -4,6 +4,7 @@ import errno
 import runpy
 import shutil
 from collections.abc import Sequence
+from math import inf
 from pathlib import Path
 from typing import NoReturn
 
@@ -55,7 +56,7 @@ def states(count: int) -> list[Tensors]:
 def publish(
     bucket: MemoryBucket | FaultyBucket, folder: Path, model: Path, tensors: list[Tensors], level: Level = "fast"
 ) -> None:
-    with Publisher(bucket, RUN, level=level, threads=1, baseline_dir=folder) as publisher:
+    with Publisher(bucket, RUN, anchor_share=inf, level=level, threads=1, baseline_dir=folder) as publisher:
         for tensor in tensors:
             publisher.publish(StateDictSource(tensor), step=0, folder_files=model)
 
@@ -67,7 +68,7 @@ def objects_read(bucket: FaultyBucket) -> int:
 def goes_on(memory: MemoryBucket, folder: Path, version: int) -> int:
     """Start anew, publish one more version, and count the objects that were read for that."""
     bucket = FaultyBucket(memory)
-    with Publisher.open(bucket, RUN, threads=1, baseline_dir=folder) as publisher:
+    with Publisher.open(bucket, RUN, anchor_share=inf, threads=1, baseline_dir=folder) as publisher:
         read = objects_read(bucket)
         held = {name: publisher.held_bits(name).tobytes() for name in publisher.held_specs()}
         assert publisher.version == version
@@ -98,7 +99,7 @@ def test_versions_are_the_same_wherever_the_baseline_lies(model: Path, folder: P
 def test_versions_that_others_committed_meanwhile_are_applied(model: Path, folder: Path, level: Level) -> None:
     memory, all_states = MemoryBucket(), states(5)
     publish(memory, folder, model, all_states[:2], level)
-    other = Publisher(memory, RUN, level=level)
+    other = Publisher(memory, RUN, anchor_share=inf, level=level)
     for state in all_states[2:]:
         other.publish(StateDictSource(state), step=0)
     bucket = FaultyBucket(memory)

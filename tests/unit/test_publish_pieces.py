@@ -3,6 +3,7 @@
 import tempfile
 from collections.abc import Generator, Sequence
 from itertools import pairwise
+from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -280,7 +281,9 @@ def test_mapped_baselines_hold_pieces_over_a_restart(model: Path, tmp_path: Path
     sizes = [(folder / f"rank-{rank}" / "baseline.bin").stat().st_size for rank in range(4)]
     for source, size in zip(parted(state, 4), sizes, strict=True):
         assert size == sum(-(-source.bits(name).nbytes // 64) * 64 for name in source.specs())
-    Publisher(memory, RUN).publish(StateDictSource(state), step=5)  # a version that the files have missed
+    Publisher(memory, RUN, anchor_share=inf).publish(
+        StateDictSource(state), step=5
+    )  # a version that the files have missed
     state = stepped(state, 5, 1e-2)
     again = Trainer(buckets := [FaultyBucket(memory) for _ in range(4)], folder=folder)
     assert versions(again.publish(parted(state, 4), model, 6)) == {6}

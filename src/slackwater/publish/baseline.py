@@ -168,13 +168,14 @@ class Baseline:
             )  # fmt: skip
             self.held = self._store.keep(held)
 
-    def advance(self, held: Restored, part: Draft, table: StateTable) -> None:
+    def advance(self, held: Restored, part: Draft, table: StateTable, num_bytes: int) -> None:
         """Apply a delta that was committed, or a rank's part of it.
 
         Args:
             held: What it was made on: what is held.
             part: What changes the tensors held here.
             table: The state after all of it.
+            num_bytes: Of all its objects.
 
         Raises:
             WrongBaseError: The bits held aren't what they should be.
@@ -182,7 +183,7 @@ class Baseline:
         version = Version(held.version + 1)
         with self.moving():
             apply(part.manifest, held.table.outline, lambda ref: part.bodies[ref.key], held.bits, held.pieces)
-            self.held = replace(held, version=version, table=table)
+            self.held = replace(held, version=version, table=table, delta_bytes=held.delta_bytes + num_bytes)
             self._store.moved(self.held)
 
     def _lacks(self, names: frozenset[str] | None, pieces: Pieces) -> bool:

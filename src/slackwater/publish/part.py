@@ -73,6 +73,7 @@ def _load(bucket: Get, names: Collection[str] | None, pieces: Pieces, path: list
         version=path[-1].version,
         anchor=anchor.version,
         files=anchor.folder,
+        delta_bytes=sum(manifest.num_bytes for manifest in path[1:]),
         table=table,
         bits=bits,
         pieces=read_pieces,

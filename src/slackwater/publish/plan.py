@@ -1,6 +1,7 @@
 """What the next version is, and whether a source fits it."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from operator import index
 from typing import Final, Literal, SupportsIndex
 
@@ -31,15 +32,42 @@ class _Config(msgspec.Struct, frozen=True):
     torch_dtype: str | None = None
 
 
-def decide(*, anchor_every: int, since_anchor: int | None, forced: bool) -> Literal["anchor", "delta"]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Since:
+    """What was committed since an anchor."""
+
+    versions: int
+    share: float
+    """Bytes of their objects, as a share of the model's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Anchors:
+    """When the next version is an anchor: whoever starts from the bucket reads one and what follows it.
+
+    Raises:
+        InvalidInputError: A number is out of its bounds.
+    """
+
+    every: int = 50
+    """Versions from one to the next, at most."""
+    share: float = 2.0
+    """Bytes of deltas since the last one, as a share of the model's, after which the next one comes."""
+
+    def __post_init__(self) -> None:
+        if self.every < 1 or not self.share > 0:
+            raise InvalidInputError(f"anchor_every={self.every} is 1 or more, and anchor_share={self.share} above 0")
+
+
+def decide(anchors: Anchors, since: Since | None, *, forced: bool) -> Literal["anchor", "delta"]:
     """Choose the next version's kind.
 
     Args:
-        anchor_every: Versions from one anchor to the next.
-        since_anchor: Versions committed since the last anchor; None in a lineage that has none.
+        anchors: The policy.
+        since: What was committed since the last anchor; None in a lineage that has none.
         forced: The caller wants an anchor now.
     """
-    if forced or since_anchor is None or since_anchor + 1 >= anchor_every:
+    if forced or since is None or since.versions + 1 >= anchors.every or since.share >= anchors.share:
         return "anchor"
     return "delta"
 

@@ -27,7 +27,8 @@ from slackwater.publish.draft import DeltaDraft, Draft, Label, draft_anchor
 from slackwater.publish.folding import Folding
 from slackwater.publish.hint import HintWriter
 from slackwater.publish.mapped import MappedStore
-from slackwater.publish.plan import check_config, check_fits, check_side_files, check_step, decide
+from slackwater.publish.model_files import read_model_files
+from slackwater.publish.plan import Anchors, check_config, check_fits, check_side_files, check_step, decide
 from slackwater.publish.published import Published as Published  # noqa: PLC0414 (a part of this interface)
 from slackwater.publish.published import report
 from slackwater.publish.restore import Restored, tip_before
@@ -74,7 +75,8 @@ class Publisher:
     Args:
         bucket: Where to.
         run: The lineage. Its names are never used again: a new training run takes a new one.
-        anchor_every: Versions from one anchor to the next.
+        anchor_every: Versions from one anchor to the next, at most.
+        anchor_share: Bytes of deltas since an anchor, as a share of the model's, after which the next one comes.
         level: ``fast``, or ``wan`` for the fewest bytes: see `slackwater.checkpoint.codec.Level`.
         threads: Threads that encode, and as many that upload.
         baseline_dir: A folder of this publisher's own that holds the committed weights instead of memory, and keeps
@@ -95,6 +97,7 @@ class Publisher:
         run: str,
         *,
         anchor_every: int = 50,
+        anchor_share: float = 2.0,
         level: Level = "fast",
         threads: int = 2,
         baseline_dir: Path | str | None = None,
@@ -103,13 +106,13 @@ class Publisher:
         clock: Clock | None = None,
         progress: Progress | None = None,
     ) -> None:
-        if min(anchor_every, threads) < 1:
-            raise InvalidInputError(f"anchor_every={anchor_every} and threads={threads}: both must be 1 or more")
+        if threads < 1:
+            raise InvalidInputError(f"threads={threads} must be 1 or more")
         if level not in get_args(Level):
             raise InvalidInputError(f"there is no level {level!r}", hint="take fast, or wan for fewer bytes")
         self._bucket = bucket
         self._run = run_id(run)
-        self._anchor_every = anchor_every
+        self._anchors = Anchors(every=anchor_every, share=anchor_share)
         self._level: Level = level
         self._threads = threads
         self._clock: Clock = clock or SystemClock()
@@ -132,6 +135,7 @@ class Publisher:
         run: str,
         *,
         anchor_every: int = 50,
+        anchor_share: float = 2.0,
         level: Level = "fast",
         threads: int = 2,
         baseline_dir: Path | str | None = None,
@@ -150,6 +154,7 @@ class Publisher:
             bucket,
             run,
             anchor_every=anchor_every,
+            anchor_share=anchor_share,
             level=level,
             threads=threads,
             baseline_dir=baseline_dir,
@@ -265,8 +270,7 @@ class Publisher:
         _check_whole(wanted.source)
         self._baseline.sync(with_bits=not wanted.is_anchor)
         held, began = self._baseline.held, self._clock.monotonic()
-        since = None if held is None else held.version - held.anchor
-        kind = decide(anchor_every=self._anchor_every, since_anchor=since, forced=wanted.is_anchor)
+        kind = decide(self._anchors, None if held is None else held.since, forced=wanted.is_anchor)
         if held is not None:  # an anchor in turn takes over what it lacks; a forced one trusts nothing that is there
             check_fits("anchor" if wanted.is_anchor else "delta", self.held_specs(), wanted.source.specs())
         label = Label(
@@ -286,11 +290,11 @@ class Publisher:
             )  # fmt: skip
 
     def _take_image(self, wanted: _Wanted, held: Restored | None) -> FolderImage:
-        source, folder = wanted.source, wanted.folder
+        source = wanted.source
+        files = read_model_files(self._bucket, source, wanted.folder, held)
         if held is not None and _tell_absent(self.held_specs(), source.specs()):
-            folder = folder or (source.folder if isinstance(source, FolderSource) else None)
             source = CompletedSource(source, self.held_specs(), self._baseline.bits)
-        image = take_image(source, folder)
+        image = take_image(source, files)
         if held is None and not any(name.startswith(_TOKENIZERS) for name in image.files):
             _LOG.warning("run %s has no tokenizer, and all its versions have the files of this anchor", self._run)
         check_config(image.files[CONFIG], source.specs())
@@ -352,7 +356,7 @@ class Publisher:
             if isinstance(source, Follows):
                 with self._baseline.moving():
                     check_unwritten(draft.manifest, draft.table.outline, source)
-            self._baseline.advance(work.held, draft, draft.table)
+            self._baseline.advance(work.held, draft, draft.table, draft.manifest.num_bytes)
         if isinstance(source, Follows):
             source.committed(draft.manifest.version)
 

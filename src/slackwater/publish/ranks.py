@@ -37,8 +37,9 @@ from slackwater.publish.gather import Gathering, plan_gathers
 from slackwater.publish.hint import HintWriter
 from slackwater.publish.mapped import MappedStore
 from slackwater.publish.merge import check_shares, merge_anchors, merge_deltas
+from slackwater.publish.model_files import read_model_files
 from slackwater.publish.part import PartStore
-from slackwater.publish.plan import check_config, check_fits, check_side_files, check_step, decide
+from slackwater.publish.plan import Anchors, check_config, check_fits, check_side_files, check_step, decide
 from slackwater.publish.published import Published, report
 from slackwater.publish.rank_files import index_of, take_rank_image
 from slackwater.publish.restore import Restored, tip_before
@@ -96,8 +97,9 @@ class RankPublisher:
         rank: This rank, from 0.
         world: How many there are.
         exchange: How they talk.
-        anchor_every: Versions from one anchor to the next; rank 0's counts.
-        level: As for `slackwater.publish.publisher.Publisher`.
+        anchor_every: As for `slackwater.publish.publisher.Publisher`; rank 0's counts.
+        anchor_share: As there; rank 0's counts.
+        level: As there.
         threads: As there, for each rank.
         baseline_dir: As there; each rank has a folder ``rank-<rank>`` in it.
         signer: As there; rank 0's signs.
@@ -117,6 +119,7 @@ class RankPublisher:
         exchange: Exchange,
         *,
         anchor_every: int = 50,
+        anchor_share: float = 2.0,
         level: Level = "fast",
         threads: int = 2,
         baseline_dir: Path | str | None = None,
@@ -124,16 +127,15 @@ class RankPublisher:
         clock: Clock | None = None,
         progress: Progress | None = None,
     ) -> None:
-        if min(anchor_every, threads, world) < 1 or not 0 <= rank < world:
+        if min(threads, world) < 1 or not 0 <= rank < world:
             raise InvalidInputError(
-                f"rank={rank} of world={world} with anchor_every={anchor_every} and threads={threads}: a rank is below "
-                "world, and the others are 1 or more"
+                f"rank={rank} of world={world} with threads={threads}: a rank is below world, and both are 1 or more"
             )
         self._bucket: Final = bucket
         self._run: Final[RunId] = run_id(run)
         self._rank: Final = rank
         self._exchange: Final = exchange
-        self._anchor_every: Final = anchor_every
+        self._anchors: Final = Anchors(every=anchor_every, share=anchor_share)
         self._level: Final[Level] = level
         self._threads: Final = threads
         self._clock: Final[Clock] = clock or SystemClock()
@@ -284,7 +286,7 @@ class RankPublisher:
         number = check_step(step)
         created_at = datetime.fromtimestamp(self._clock.wall(), UTC).isoformat()
         head = self._baseline.find_head()
-        return Turn(head=head, label=(number, created_at), anchor=anchor, anchor_every=self._anchor_every)
+        return Turn(head=head, label=(number, created_at), anchor=anchor)
 
     def _arrange(self, source: TensorSource, turn: Turn) -> _Arranged:
         """Hold the version before, and agree on what all ranks do."""
@@ -321,8 +323,7 @@ class RankPublisher:
         held = self._baseline.held
         wanted = None if held is None else held.table.outline.by_name
         check_shares([offer.names for offer in offers], wanted, [offer.pieces for offer in offers])
-        since = None if held is None else held.version - held.anchor
-        kind = decide(anchor_every=turn.anchor_every, since_anchor=since, forced=turn.anchor)
+        kind = decide(self._anchors, None if held is None else held.since, forced=turn.anchor)
         return Plan(kind=kind, gathers=plan_gathers(offers) if kind == "anchor" else ())
 
     def _begin(
@@ -336,7 +337,8 @@ class RankPublisher:
             uploads = Uploads(self._bucket, threads=self._threads, check=_go_on)
             with uploads.or_stop():
                 if held is None or arranged.plan.kind == "anchor":
-                    read = take_rank_image(source, arranged.mine.names, gathering, self._rank, folder_files)
+                    others = read_model_files(self._bucket, source, folder_files, held) if self._rank == 0 else {}
+                    read = take_rank_image(source, arranged.mine.names, gathering, self._rank, others)
                 else:
                     read = self._compare(source, label, held, uploads, room)
         if gathering.is_short:
@@ -434,7 +436,7 @@ class RankPublisher:
             with self._baseline.moving():
                 check_unwritten(draft.manifest, work.held.table.outline, source)
         table = work.held.table.after(manifest)
-        self._baseline.advance(work.held, draft, table)
+        self._baseline.advance(work.held, draft, table, manifest.num_bytes)
         return table
 
 

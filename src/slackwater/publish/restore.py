@@ -23,6 +23,7 @@ from slackwater.ids import ObjectDigest, RunId, StateDigest, Version
 from slackwater.publish.lineage import Tip, list_versions, read_manifest
 from slackwater.publish.objects import fetch_object
 from slackwater.publish.path import Reads, along, read_path
+from slackwater.publish.plan import Since
 
 _LOG: Final = logging.getLogger(__name__)
 _NEAR: Final = 1000
@@ -38,6 +39,8 @@ class Restored:
     """The anchor that its chain begins with."""
     files: Mapping[str, ObjectRef]
     """The anchor's."""
+    delta_bytes: int = 0
+    """Of the objects that lead from the anchor here."""
     table: StateTable
     bits: Mapping[str, Bits]
     """Every tensor, or those of a rank, flat and writable; of some a piece alone."""
@@ -46,6 +49,12 @@ class Restored:
     broken: Tip | None = None
     """What is left of it where nothing leads to it any more: ``table`` is an older anchor's then and tells tensors
     alone, so that an anchor can follow, and no delta."""
+
+    @property
+    def since(self) -> Since:
+        """What was committed since the anchor."""
+        full = self.table.outline.num_bytes
+        return Since(versions=self.version - self.anchor, share=self.delta_bytes / full if full else 0.0)
 
     @property
     def side_files(self) -> Mapping[str, ObjectDigest]:
@@ -144,6 +153,7 @@ def _restored(chain: Sequence[Manifest], bits: Mapping[str, Bits]) -> Restored:
         version=chain[-1].version,
         anchor=chain[0].version,
         files=chain[0].folder,
+        delta_bytes=sum(manifest.num_bytes for manifest in chain[1:]),
         table=table,
         bits=bits,
     )

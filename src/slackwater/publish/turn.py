@@ -41,7 +41,6 @@ class Turn(msgspec.Struct, frozen=True):
     label: tuple[int, str] = (0, "")
     """Step and time."""
     anchor: bool = False
-    anchor_every: int = 1
     failure: Failure | None = None
 
 

@@ -1,0 +1,42 @@
+"""What belongs to an anchor beside its tensors: config, tokenizer, chat template. A run has one set of them."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from slackwater.bucket.base import Get
+from slackwater.checkpoint.manifest import is_side_file
+from slackwater.errors import InvalidInputError
+from slackwater.publish.objects import fetch_object
+from slackwater.publish.restore import Restored
+from slackwater.weights.image import CONFIG
+from slackwater.weights.source import FolderSource, TensorSource, side_files
+
+
+def read_model_files(
+    bucket: Get, source: TensorSource, folder: Path | str | None, held: Restored | None
+) -> Mapping[str, bytes]:
+    """The files of a folder, and those that it lacks as the run's last anchor has them.
+
+    Args:
+        bucket: Where the run lies.
+        source: A `FolderSource` has a folder of its own.
+        folder: Another folder; None takes that of the source, if any.
+        held: The version before; None for a first one.
+
+    Raises:
+        InvalidInputError: There is no config.
+        CorruptError: A file in the bucket is damaged.
+    """
+    if folder is None and isinstance(source, FolderSource):
+        folder = source.folder
+    own = {} if folder is None else {name: path.read_bytes() for name, path in side_files(Path(folder)).items()}
+    kept = {} if held is None else {name: ref for name, ref in held.files.items() if is_side_file(name)}
+    files = own | {name: fetch_object(bucket, ref) for name, ref in kept.items() if name not in own}
+    if CONFIG in files:
+        return files
+    if folder is None:
+        raise InvalidInputError(
+            "a first anchor needs a config and a tokenizer, and the tensors come without a folder",
+            hint="pass folder_files=<a folder with config.json and the tokenizer>, on rank 0 where there are ranks",
+        )
+    raise InvalidInputError(f"an anchor needs a {CONFIG}", hint="name a whole Hugging Face model folder")
