@@ -6,7 +6,7 @@ The bucket stays the source of truth: a ledger that is lost costs history and id
 import logging
 import sqlite3
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Final, Protocol, TypeVar
 
@@ -201,14 +201,12 @@ class SqliteLedger:
 
     @contextmanager
     def _transaction(self) -> Generator[sqlite3.Cursor]:
-        with self._errors():
+        with self._errors(), ExitStack() as undo:
             cursor = self._connection.cursor()
             cursor.execute("BEGIN IMMEDIATE")
-            try:
-                yield cursor
-            except BaseException:
-                cursor.execute("ROLLBACK")
-                raise
+            undo.callback(cursor.execute, "ROLLBACK")
+            yield cursor
+            undo.pop_all()
             cursor.execute("COMMIT")
 
     @contextmanager
