@@ -4,9 +4,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from slackwater.bucket.base import Get
+from slackwater.checkpoint.digest import object_digest
 from slackwater.checkpoint.manifest import is_side_file
 from slackwater.errors import InvalidInputError
 from slackwater.publish.objects import fetch_object
+from slackwater.publish.plan import check_side_files
 from slackwater.publish.restore import Restored
 from slackwater.weights.image import CONFIG
 from slackwater.weights.source import FolderSource, TensorSource, side_files
@@ -24,12 +26,14 @@ def read_model_files(
         held: The version before; None for a first one.
 
     Raises:
-        InvalidInputError: There is no config.
+        InvalidInputError: There is no config, or a file isn't that of the run.
         CorruptError: A file in the bucket is damaged.
     """
     if folder is None and isinstance(source, FolderSource):
         folder = source.folder
     own = {} if folder is None else {name: path.read_bytes() for name, path in side_files(Path(folder)).items()}
+    if held is not None:
+        check_side_files(held.side_files, {name: object_digest(body) for name, body in own.items()})
     kept = {} if held is None else {name: ref for name, ref in held.files.items() if is_side_file(name)}
     files = own | {name: fetch_object(bucket, ref) for name, ref in kept.items() if name not in own}
     if CONFIG in files:

@@ -154,15 +154,13 @@ def check_config(config: bytes | bytearray, specs: Mapping[str, TensorSpec]) -> 
         )
 
 
-def check_side_files(kind: Literal["anchor", "delta"], held: Mapping[str, str], new: Mapping[str, str]) -> None:
-    """Check a folder's config, tokenizer and template against those of the lineage, by digest.
-
-    A delta carries none of them, so that a folder may lack some.
+def check_side_files(held: Mapping[str, str], new: Mapping[str, str]) -> None:
+    """Check a folder's config, tokenizer and template against those of the run, by digest. It may lack some.
 
     Raises:
-        InvalidInputError: One differs, is new or, in an anchor, is missing; it is named.
+        InvalidInputError: One differs or is new; it is named.
     """
-    for file in sorted(held.keys() | new.keys() if kind == "anchor" else new):
+    for file in sorted(new):
         if held.get(file) != new.get(file):
             raise InvalidInputError(
                 f"{file} isn't that of this run: the same weights would be another model",

@@ -19,11 +19,12 @@ from slackwater.checkpoint.tensor import Bits, TensorSpec
 from slackwater.clock import Clock, SystemClock
 from slackwater.errors import InvalidInputError
 from slackwater.ids import Version, run_id
+from slackwater.publish.anchor import send_anchor
 from slackwater.publish.background import ROOM_BYTES, Background, Handle, Withdrawal, check_may_wait
 from slackwater.publish.baseline import Baseline, MemoryStore, check_unwritten
 from slackwater.publish.commit import Committer, Signs, encode_checked
 from slackwater.publish.delta import Effort, Progress, tell_nobody
-from slackwater.publish.draft import DeltaDraft, Draft, Label, draft_anchor
+from slackwater.publish.draft import DeltaDraft, Draft, Label
 from slackwater.publish.folding import Folding
 from slackwater.publish.hint import HintWriter
 from slackwater.publish.mapped import MappedStore
@@ -32,7 +33,7 @@ from slackwater.publish.plan import Anchors, check_config, check_fits, check_sid
 from slackwater.publish.published import Published as Published  # noqa: PLC0414 (a part of this interface)
 from slackwater.publish.published import report
 from slackwater.publish.restore import Restored, tip_before
-from slackwater.publish.upload import Uploads, linkable
+from slackwater.publish.upload import Uploads
 from slackwater.weights.completed import CompletedSource
 from slackwater.weights.file_digests import FileDigests
 from slackwater.weights.image import CONFIG, FolderImage, take_image
@@ -304,7 +305,7 @@ class Publisher:
         _tell_absent(self.held_specs(), wanted.source.specs())
         folder = wanted.folder or (wanted.source.folder if isinstance(wanted.source, FolderSource) else None)
         if folder is not None:
-            check_side_files("delta", held.side_files, self._digests.of(side_files(folder)))
+            check_side_files(held.side_files, self._digests.of(side_files(folder)))
         effort = Effort(level=self._level, threads=self._threads, room=wanted.room)
         draft = DeltaDraft(
             label, wanted.source, held.table, held.bits, effort=effort, put=uploads.put, progress=self._progress
@@ -320,7 +321,7 @@ class Publisher:
             source: What was read, where it hasn't been written since.
         """
         with work.uploads.or_stop():
-            draft = self._draft_anchor(work, work.read) if isinstance(work.read, FolderImage) else work.read.finish()
+            draft = self._draft(work)
             encoded = self._clock.monotonic()
             body = encode_checked(draft.manifest)
             work.uploads.finish(self._progress)
@@ -332,15 +333,13 @@ class Publisher:
         self._tell(draft.manifest.version)
         return report(draft.manifest, draft.table, len(body), encode_s=encoded - work.began, upload_s=done - encoded)
 
-    def _draft_anchor(self, work: _Work, image: FolderImage) -> Draft:
-        known = {} if work.held is None or work.is_forced else linkable(self._bucket, work.held.files)
-        draft = draft_anchor(work.label, image, threads=self._threads, known=known)
-        if work.held is not None:
-            check_side_files("anchor", work.held.side_files, draft.manifest.side_files)
-        for ref in draft.manifest.objects:
-            if ref.key in draft.bodies:
-                work.uploads.put(ref, draft.bodies[ref.key])
-        return draft
+    def _draft(self, work: _Work) -> Draft:
+        if not isinstance(work.read, FolderImage):
+            return work.read.finish()
+        return send_anchor(
+            self._bucket, work.label, work.read, work.held, work.uploads,
+            is_forced=work.is_forced, threads=self._threads,
+        )  # fmt: skip
 
     def _tell(self, version: Version) -> None:
         """Let readers know of a committed version."""

@@ -27,11 +27,12 @@ from slackwater.clock import Clock, SystemClock
 from slackwater.errors import InternalError, InvalidInputError, LostRaceError, SlackwaterError
 from slackwater.ids import RunId, Version, run_id
 from slackwater.publish.agreement import agree, check_none_failed, tell
+from slackwater.publish.anchor import send_anchor
 from slackwater.publish.background import ROOM_BYTES, Background, Handle, Withdrawal, check_may_wait
 from slackwater.publish.baseline import Baseline, check_unwritten
 from slackwater.publish.commit import Committer, Signs, encode_checked
 from slackwater.publish.delta import Effort, Progress, tell_nobody
-from slackwater.publish.draft import DeltaDraft, Draft, Label, draft_anchor
+from slackwater.publish.draft import DeltaDraft, Draft, Label
 from slackwater.publish.exchange import Exchange
 from slackwater.publish.gather import Gathering, plan_gathers
 from slackwater.publish.hint import HintWriter
@@ -39,12 +40,12 @@ from slackwater.publish.mapped import MappedStore
 from slackwater.publish.merge import check_shares, merge_anchors, merge_deltas
 from slackwater.publish.model_files import read_model_files
 from slackwater.publish.part import PartStore
-from slackwater.publish.plan import Anchors, check_config, check_fits, check_side_files, check_step, decide
+from slackwater.publish.plan import Anchors, check_config, check_fits, check_step, decide
 from slackwater.publish.published import Published, report
 from slackwater.publish.rank_files import index_of, take_rank_image
 from slackwater.publish.restore import Restored, tip_before
 from slackwater.publish.turn import STOPPED, Failure, Offer, Outcome, Part, Plan, Turn
-from slackwater.publish.upload import Uploads, linkable
+from slackwater.publish.upload import Uploads
 from slackwater.weights.image import CONFIG, FolderImage
 from slackwater.weights.source import INDEX_FILE, Follows, TensorSource, pieces_of
 
@@ -366,11 +367,10 @@ class RankPublisher:
         """Upload this rank's part."""
         with work.uploads.or_stop():
             if isinstance(work.read, FolderImage):
-                known = {} if work.held is None or work.is_forced else linkable(self._bucket, work.held.files)
-                draft = draft_anchor(work.label, work.read, threads=self._threads, known=known)
-                for ref in draft.manifest.objects:
-                    if ref.key in draft.bodies:
-                        work.uploads.put(ref, draft.bodies[ref.key])
+                draft = send_anchor(
+                    self._bucket, work.label, work.read, work.held, work.uploads,
+                    is_forced=work.is_forced, threads=self._threads,
+                )  # fmt: skip
             else:
                 draft = work.read.finish()
             work.uploads.finish(self._progress)
@@ -391,7 +391,7 @@ class RankPublisher:
             raise STOPPED.error()
         held, image = work.held, work.read
         if isinstance(image, FolderImage):
-            manifest = self._merge_anchors(manifests, held, image)
+            manifest = self._merge_anchors(manifests, image)
         elif held is None:
             raise InternalError("a delta on nothing")
         else:
@@ -405,11 +405,9 @@ class RankPublisher:
         self._hint.wrote(manifest.version)
         return Outcome(manifest=msgspec.Raw(body))
 
-    def _merge_anchors(self, manifests: list[Manifest], held: Restored | None, image: FolderImage) -> Manifest:
+    def _merge_anchors(self, manifests: list[Manifest], image: FolderImage) -> Manifest:
         specs = {tensor.name: tensor.spec for manifest in manifests for tensor in manifest.tensors}
         check_config(image.files[CONFIG], specs)
-        if held is not None:
-            check_side_files("anchor", held.side_files, manifests[0].side_files)
         index = index_of(manifests)
         digest = object_digest(index)
         key = anchor_key(self._run, manifests[0].version, hashlib.sha256(digest.encode()).hexdigest()[:16], INDEX_FILE)
