@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 # Python >= 3.12, which one of those clients wants; without it that client's tests are skipped.
 PYTHON_312 ?= python3.12
 
-.PHONY: demo test test-unit test-clients test-system test-engines check bench-codec bench-publish format lock clean help
+.PHONY: demo test test-unit test-clients test-system test-engines check bench-codec bench-publish bench-swap format lock clean help
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -65,6 +65,9 @@ bench-codec: $(READY) ## the codec on real deltas, beside what others ship: last
 
 bench-publish: $(READY) ## publishing to an S3 server over loopback, crashes and races: last line is one JSON object
 	PYTHONPATH=tests:tests/unit:tests/integration $(BIN)/python benchmarks/publishing.py $(ARGS)
+
+bench-swap: $(READY) ## the pause of a swap under load, beside other ways to write weights: last line is one JSON object
+	$(BIN)/python benchmarks/swap.py $(ARGS)
 
 format: $(READY) ## rewrite to the house format
 	$(BIN)/ruff format src tests scripts benchmarks

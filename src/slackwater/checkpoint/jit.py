@@ -13,6 +13,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 import numba
 import numpy as np
 from llvmlite import ir
+from numba import carray  # pyright: ignore[reportPrivateImportUsage] : documented there
 from numba.core import types
 from numba.extending import intrinsic
 
@@ -67,6 +68,24 @@ def _differing(_context: Any, old: Any, new: Any, _begin: Any) -> Any:
         return builder.bitcast(builder.icmp_unsigned("!=", *loaded), ir.IntType(64))
 
     return types.uint64(old, new, types.int64), build
+
+
+@intrinsic
+def _pointer(_context: Any, _address: Any) -> Any:
+    def build(_: Any, builder: Any, __: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(types.int64), build
+
+
+@kernel
+def array_at(address: int, size: int, dtype: Any) -> Any:
+    """``size`` elements of ``dtype`` at an address of this process's memory, as an array of their own.
+
+    For tables of addresses that a kernel walks in one call. Nothing is checked and nothing is kept alive: both are the
+    duty of whoever made the table.
+    """
+    return carray(_pointer(address), (size,), dtype)  # pyright: ignore[reportCallIssue] : numba's own types
 
 
 @kernel

@@ -53,10 +53,11 @@ class _Commit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Ready:
-    """Staged writes and what they make."""
+    """Staged writes and what they make. The writes themselves are not held on: staging them was their end."""
 
     staged: Staged
-    prepared: Prepared
+    before: tuple[Check, ...]
+    after: tuple[Check, ...]
     table: StateTable
     kind: Literal["anchor", "delta"]
     num_bytes: int
@@ -116,7 +117,7 @@ class Exchange:
             verify_s=verify_s,
             bytes_fetched=ready.num_bytes,
             bytes_written=report.bytes_written,
-            tiles=len(ready.prepared.after),
+            tiles=len(ready.after),
             in_flight=report.in_flight,
         )
 
@@ -182,7 +183,8 @@ class Exchange:
             return None
         return _Ready(
             staged=staged,
-            prepared=prepared,
+            before=prepared.before,
+            after=prepared.after,
             table=table,
             kind=manifest.kind,
             num_bytes=manifest.num_bytes,
@@ -208,13 +210,13 @@ class Exchange:
                     hint="restart the replica",
                 )
             self._on(Event.COMMITTED)
-            self._last = _Commit(staged=ready.staged, before=ready.prepared.before, table=self.table)
+            self._last = _Commit(staged=ready.staged, before=ready.before, table=self.table)
             self.table = ready.table
         return report
 
     async def _verify(self, ready: _Ready) -> float:
         began, version = self._clock.monotonic(), self.swap.version
-        wrong = await self._difference(ready.prepared.after)
+        wrong = await self._difference(ready.after)
         if wrong is None:
             self._on(Event.AGREED)
             return self._clock.monotonic() - began

@@ -11,6 +11,7 @@ from typing import Final, TypeVar
 from slackwater.checkpoint.tensor import Bits, TensorSpec, Tile, TileWrite
 from slackwater.clock import Clock, SystemClock
 from slackwater.engine.base import CommitReport, EngineDescription, EngineStats, Staged
+from slackwater.engine.scatter import warm
 from slackwater.engine.torch.answer import TorchAnswer
 from slackwater.engine.torch.core import Core, shapes
 from slackwater.engine.torch.loop import StepLoop
@@ -98,6 +99,8 @@ class TorchEngine:
             numerics=model.numerics(shapes(slots=slots, threads=threads)),
             eos_token_ids=model.eos_token_ids,
         )
+        # Compiling stops every thread for seconds: here nobody is served yet.
+        await asyncio.to_thread(warm, {spec.bits_dtype for spec in model.specs.values()})
         core = await asyncio.to_thread(Core, model, slots=slots, window=served, version=version)
         origin = Origin(replica=replica, boot=boot, run=run, seed=0)
         return cls(model, core, description=description, origin=origin, threads=threads, clock=clock or SystemClock())

@@ -1,57 +1,34 @@
-"""Patching weights in place: plain memory, integer views, and the old bits kept for undo.
+"""Patching weights in place: plain memory, integer views, and the old bits kept for undo."""
 
-Writes go through numpy: of the ways to scatter 16-bit elements on a CPU it is the fastest measured.
-"""
-
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, groupby, pairwise
 from typing import Any, Final
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from slackwater.checkpoint.tensor import Bits, TensorSpec, Tile, TileWrite
+from slackwater.engine.scatter import Aim, StagedScatter
 from slackwater.errors import InvalidInputError, NotFoundError, SwapError
 
+_NO_STATE: Final = -1
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Patch:
-    """One write, translated: where it goes, what it puts there and what it replaces."""
-
-    target: Bits
-    """The tile's own memory, or its tensor's where the tile lies in several rows."""
-    positions: npt.NDArray[np.intp] | None
-    """Offsets into ``target``; None: all of it."""
-    new: Bits
-    old: Bits
-    """As long as ``new``."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Host memory that this patch holds of its own."""
-        return self.new.nbytes + self.old.nbytes + (0 if self.positions is None else self.positions.nbytes)
-
-    def put(self, values: Bits) -> None:
-        """Write ``values`` where this patch goes."""
-        self.target[slice(None) if self.positions is None else self.positions] = values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StagedWrites:
     """Translated writes, and the state of the weights that their old bits belong to."""
 
-    patches: tuple[Patch, ...]
+    scatter: StagedScatter
+    places: tuple[str, ...]
+    """Where each write goes, in words."""
     base: int
 
     @property
     def num_bytes(self) -> int:
         """Host memory held."""
-        return sum(patch.num_bytes for patch in self.patches)
+        return self.scatter.num_bytes
 
 
 class WeightBits:
@@ -69,6 +46,7 @@ class WeightBits:
         self._flat: Final = {name: _bits(tensor, specs[name]) for name, tensor in parameters.items()}
         self._states: Final = count(1)
         self._state = 0
+        self._moves = 0  # odd while memory is written
         self._last: StagedWrites | None = None
 
     def read(self, name: str, tile: Tile) -> Bits:
@@ -89,24 +67,32 @@ class WeightBits:
             NotFoundError: No such tensor.
             InvalidInputError: A write doesn't fit its tensor.
         """
-        # Read before the old bits are: a commit in between makes this staging stale, never wrong.
-        base = self._state
-        return StagedWrites(patches=tuple(self._translate(write) for write in writes), base=base)
+        begun, base = self._moves, self._state
+        aims = [aim for _, group in groupby(sorted(writes, key=_name), _name) for aim in self._aims(list(group))]
+        places = tuple(f"{aim.write.name}, tile {aim.write.tile.index}," for aim in aims)
+        scatter = StagedScatter.of(aims)
+        # A commit or an undo meanwhile makes this staging stale, never wrong: perhaps it read bits of both states.
+        still = begun == self._moves and not begun % 2
+        return StagedWrites(scatter=scatter, places=places, base=base if still else _NO_STATE)
 
     def commit(self, staged: StagedWrites) -> int:
         """Write everything, all or nothing. Returns bytes written.
 
         Raises:
-            SwapError: The weights changed since the staging, or a write failed; the old bits are in place.
+            SwapError: The weights aren't those that it was staged on; they are as they were.
         """
         if staged.base != self._state:
             raise SwapError("the weights changed since these writes were staged", hint="stage them again")
-        try:
-            written = _apply(staged.patches)
-        except (ArithmeticError, LookupError, MemoryError, OSError, RuntimeError, ValueError) as error:
-            raise SwapError(f"writing the weights failed, the old ones are back: {error}") from error
+        with self._moving():
+            differed = staged.scatter.commit()
+        if differed is not None:
+            raise SwapError(
+                f"{staged.places[differed]} was changed by somebody else since these writes were staged; "
+                "nothing is written",
+                hint="stage them again; if it happens again, look at this machine's memory",
+            )
         self._state, self._last = next(self._states), staged
-        return written
+        return staged.scatter.bytes_written
 
     def undo(self, staged: StagedWrites) -> int:
         """Put back what the last commit replaced. Returns bytes written.
@@ -116,22 +102,32 @@ class WeightBits:
         """
         if staged is not self._last:
             raise SwapError("only the last commit can be undone", hint="load the version that you want instead")
-        written = _revert(staged.patches)
+        with self._moving():
+            staged.scatter.undo()
         self._state, self._last = staged.base, None
-        return written
+        return staged.scatter.bytes_written
 
-    def _translate(self, write: TileWrite) -> Patch:
-        tensor = self._tensor(write.name, write.tile)
-        _check(write, tensor.dtype)
-        if write.tile.rows == 1:
-            target = write.tile.take(tensor)
-            positions = None if write.positions is None else write.positions.astype(np.intp)
-        else:
-            target = tensor
-            inside = np.arange(write.tile.count, dtype=np.uint32) if write.positions is None else write.positions
-            positions = write.tile.in_tensor(inside)
-        old = target.copy() if positions is None else target[positions]
-        return Patch(target=target, positions=positions, new=write.values, old=old)
+    @contextmanager
+    def _moving(self) -> Generator[None]:
+        self._moves += 1
+        try:
+            yield
+        finally:
+            self._moves += 1
+
+    def _aims(self, writes: list[TileWrite]) -> list[Aim]:
+        """Writes to one tensor; as a single one where they overlap, which no manifest's tiles do."""
+        tensors = [self._tensor(write.name, write.tile) for write in writes]
+        aims = [Aim(tensor, write) for tensor, write in zip(tensors, writes, strict=True)]
+        if _are_apart([write.tile for write in writes]):
+            return aims
+        for aim in aims:
+            aim.check()
+        held, values = tensors[0], tensors[0].copy()
+        for write in writes:
+            write.put(values)
+        whole = Tile(index=0, start=0, cols=held.size)
+        return [Aim(held, TileWrite(name=writes[0].name, tile=whole, positions=None, values=values))]
 
     def _tensor(self, name: str, tile: Tile) -> Bits:
         flat = self._flat.get(name)
@@ -142,37 +138,17 @@ class WeightBits:
         return flat
 
 
-def _apply(patches: Sequence[Patch]) -> int:
-    with ExitStack() as undo:
-        for patch in patches:
-            undo.callback(patch.put, patch.old)
-            patch.put(patch.new)
-        undo.pop_all()
-    return sum(patch.new.nbytes for patch in patches)
+def _name(write: TileWrite) -> str:
+    return write.name
 
 
-def _revert(patches: Sequence[Patch]) -> int:
-    # Any order will do, even where patches overlap: all old bits were saved before the first write.
-    for patch in patches:
-        patch.put(patch.old)
-    return sum(patch.old.nbytes for patch in patches)
+def _are_apart(tiles: Sequence[Tile]) -> bool:
+    """Whether no two tiles of a tensor have an element in common, as far as is easily seen."""
+    alike = len({(tile.rows, tile.stride) for tile in tiles}) == 1
+    ordered = sorted(tiles, key=lambda tile: tile.start)
+    return alike and all(one.start + one.cols <= other.start for one, other in pairwise(ordered))
 
 
 def _bits(tensor: torch.Tensor, spec: TensorSpec) -> Bits:
-    integers = tensor.view(-1).view(_INTEGERS[tensor.element_size()]).numpy()
-    bits: npt.NDArray[np.unsignedinteger[Any]] = integers.view(spec.bits_dtype)
-    return bits
-
-
-def _check(write: TileWrite, dtype: np.dtype[Any]) -> None:
-    where = f"{write.name}: the write to tile {write.tile.index}"
-    if write.values.dtype != dtype:
-        raise InvalidInputError(f"{where} carries {write.values.dtype}, the tensor holds {dtype}")
-    wanted = write.tile.count if write.positions is None else write.positions.size
-    if write.values.shape != (wanted,):
-        raise InvalidInputError(f"{where} carries {write.values.shape} values for {wanted} positions")
-    if write.positions is None or not write.positions.size:
-        return
-    rising = bool(np.all(write.positions[1:] > write.positions[:-1]))
-    if not rising or int(write.positions[-1]) >= write.tile.count:
-        raise InvalidInputError(f"{where} has positions out of order or outside of its {write.tile.count} elements")
+    integers: Any = tensor.view(-1).view(_INTEGERS[tensor.element_size()]).numpy()
+    return integers.view(spec.bits_dtype)
