@@ -128,7 +128,7 @@ def test_f02_gc_never_aborts_the_upload_of_a_live_publisher(
     with ThreadPoolExecutor(1) as pool:
         upload = pool.submit(bucket.put, key, body)
         assert gate.reached.wait(30)
-        with pytest.raises(NotFoundError, match="no version"):
+        with pytest.raises(NotFoundError, match="there is no run"):
             collect_garbage(url, run, Policy(min_age_s=LEAST_AGE_S), delete=True, work=work)
         publish_folder(write_tiny_model(tmp_path / "model"), url, run, step=0)
         done = collect_garbage(url, run, Policy(min_age_s=LEAST_AGE_S), delete=True, work=work)
