@@ -67,13 +67,17 @@ class GatedSource:
 
     def __init__(self, fetcher: Fetcher) -> None:
         self.errors: dict[str, SlackwaterError] = {}
+        """By the call's name, such as ``bodies``, or by call and version, such as ``bodies 3``."""
         self.fetched: list[Version] = []
         self.fetching = threading.Event()
         self.go = threading.Event()
         self.go.set()
         self._fetcher = fetcher
+        self._held: Version | None = None
 
-    def hold(self) -> None:
+    def hold(self, version: int | None = None) -> None:
+        """Give no bodies, or none of one version, until `go` is set."""
+        self._held = None if version is None else Version(version)
         self.fetching.clear()
         self.go.clear()
 
@@ -82,7 +86,7 @@ class GatedSource:
         return self._fetcher.head(known)
 
     def manifest(self, version: Version) -> Manifest:
-        self._fail("manifest")
+        self._fail("manifest", version)
         return self._fetcher.manifest(version)
 
     def anchor(self, manifest: Manifest) -> Path:
@@ -90,22 +94,29 @@ class GatedSource:
         return self._fetcher.anchor(manifest)
 
     def bodies(self, manifest: Manifest) -> Bodies:
-        self._fail("bodies")
-        self.fetching.set()
-        self.go.wait(10)
+        self._fail("bodies", manifest.version)
+        if self._held in (None, manifest.version):
+            self.fetching.set()
+            self.go.wait(10)
         self.fetched.append(manifest.version)
         return self._fetcher.bodies(manifest)
 
-    def _fail(self, call: str) -> None:
-        if call in self.errors:
-            raise self.errors[call]
+    def _fail(self, call: str, version: Version | None = None) -> None:
+        for known in (call, f"{call} {version}"):
+            if known in self.errors:
+                raise self.errors[known]
 
 
 class Rig:
     """One lineage and, once `start` is called, one replica that follows it."""
 
     def __init__(
-        self, folder: Path, replica: str = "replica-0", bucket: MemoryBucket | None = None, level: Level = "fast"
+        self,
+        folder: Path,
+        replica: str = "replica-0",
+        bucket: MemoryBucket | None = None,
+        level: Level = "fast",
+        limits: ExchangeLimits | None = None,
     ) -> None:
         self.clock = ManualClock()
         self.bucket = bucket or MemoryBucket()
@@ -117,12 +128,12 @@ class Rig:
         self._model = folder / "model"
         self._model.mkdir(exist_ok=True)
         (self._model / "config.json").write_text("{}")
-        self._publisher = Publisher(self.bucket, RUN, threads=1, clock=self.clock, level=level)
+        self._publisher = Publisher(self.bucket, RUN, threads=1, clock=self.clock, level=level, anchor_share=100.0)
         options = ReplicaOptions(
             replica=ReplicaId(replica),
             boot=BootId("boot-1"),
             run=RUN,
-            exchange=ExchangeLimits(lease_s=30.0, threads=1),
+            exchange=limits or ExchangeLimits(lease_s=30.0, threads=1),
         )
         watch = Watcher(self.fetcher, self.clock, 0.2)
         self.replica = Replica(options, self.source, watch, self.open_engine, self.clock)

@@ -60,7 +60,7 @@ async def test_a_target_is_taken_twice_and_reached_once(rig: Rig, client: Client
     await rig.replica.settled()
     status = (await client.get("/control/v1/status", headers=CONTROL)).json()
     assert (status["version"], status["mode"], status["stage"]) == (2, "manual", "idle")
-    assert [swap["version"] for swap in status["swaps"]] == [1, 2]
+    assert [(swap["from_version"], swap["version"], swap["deltas"]) for swap in status["swaps"]] == [(0, 2, 2)]
     head = await client.post("/control/v1/target", {"version": "head"}, headers=CONTROL)
     assert head.json()["mode"] == "follow"
 

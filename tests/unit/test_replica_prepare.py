@@ -21,6 +21,7 @@ from slackwater.errors import ConflictError, CorruptError, WrongBaseError
 from slackwater.ids import Version
 from slackwater.publish.publisher import Publisher
 from slackwater.replica.boot import boot
+from slackwater.replica.overlay import Overlay
 from slackwater.replica.prepare import (
     Prepared,
     all_tiles,
@@ -293,6 +294,33 @@ async def test_a_delta_of_cut_tiles_goes_through_an_engine_and_back(
     assert first_difference(engine, made.after, 1, Stop()) is None
     await engine.undo(staged, Version(0))
     assert np.array_equal(engine.weights[spec.name], old)
+    assert first_difference(engine, made.before, 1, Stop()) is None
+    await engine.close()
+
+
+@pytest.mark.parametrize("spec", [WIDE, TALL], ids=["by column", "by row"])
+async def test_deltas_of_cut_tiles_are_put_together_and_undone_together(tmp_path: Path, spec: TensorSpec) -> None:
+    lineage = Lineage(tmp_path, spec, "fast")
+    states = [np.arange(spec.num_elements, dtype=np.uint32).astype(np.uint16)]
+    for step in range(3):
+        states.append(states[-1].copy())
+        states[-1][[step, 5, COLUMNS // 2, -1]] ^= 1
+    states[-1][spec.num_elements // 2 :][: 2 * COLUMNS] ^= 2
+    anchor, *deltas = [lineage.publish(bits) for bits in states]
+    engine = lineage.engine(states[0])
+    overlay = Overlay(engine, 2)
+    for delta in deltas:
+        decoded = prepare_delta(overlay, anchor.outline, delta, lineage.fetcher.bodies(delta), 2, Stop())
+        assert decoded is not None
+        overlay.add(decoded, last=delta is deltas[-1])
+    made = overlay.prepared()
+    assert len({(write.name, write.tile) for write in made.writes}) == len(made.writes) > 1
+    staged = await engine.stage(made.writes)
+    await engine.commit(staged, Version(3))
+    assert read_state(engine).digest == deltas[-1].state
+    assert first_difference(engine, made.after, 1, Stop()) is None
+    await engine.undo(staged, Version(0))
+    assert np.array_equal(engine.weights[spec.name], states[0])
     assert first_difference(engine, made.before, 1, Stop()) is None
     await engine.close()
 

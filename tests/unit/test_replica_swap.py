@@ -64,6 +64,16 @@ def test_a_difference_is_undone_and_can_not_be_undone_again() -> None:
         run(undone, Event.ROLL_BACK, Event.UNDONE)
 
 
+def test_a_shortened_exchange_makes_the_version_that_it_still_leads_to() -> None:
+    begun = run(at(Stage.IDLE, previous=5), Event.BEGIN, goal=9)
+    shortened = begun.after(Event.SHORTENED, Version(8))
+    assert (shortened.stage, shortened.version, shortened.goal) == (Stage.PREPARING, 6, 8)
+    made = run(shortened, Event.PREPARED, Event.COMMIT, Event.COMMITTED, Event.AGREED)
+    assert made == at(Stage.IDLE, version=8, previous=6)
+    with pytest.raises(InternalError, match="needs a goal"):
+        begun.after(Event.SHORTENED)
+
+
 @pytest.mark.parametrize("stage", list(Stage))
 def test_only_retired_does_not_serve_and_nothing_leads_out_of_it(stage: Stage) -> None:
     assert at(stage).serves == (stage is not Stage.RETIRED)
@@ -79,6 +89,7 @@ def test_only_retired_does_not_serve_and_nothing_leads_out_of_it(stage: Stage) -
         (Stage.PREPARING, 0, 5, False),
         (Stage.PREPARING, 0, 0, True),
         (Stage.PREPARING, 9, 7, False),
+        (Stage.PREPARING, 9, 12, True),
         (Stage.COMMITTING, 7, 3, True),
         (Stage.VERIFYING, None, 3, True),
         (Stage.IDLE, None, 3, True),

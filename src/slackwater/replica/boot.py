@@ -67,7 +67,7 @@ async def boot(source: VersionSource, route: Route, target: Version, open_engine
         ConflictError: The engine doesn't hold the anchor's tensors.
         CorruptError: The anchor doesn't verify, or the engine doesn't hold its bits.
     """
-    manifest = await asyncio.to_thread(route.next, None, target)
+    (manifest,) = await asyncio.to_thread(route.next, None, target)
     try:
         folder = await asyncio.to_thread(source.anchor, manifest)
     except CorruptError as error:

@@ -1,18 +1,20 @@
 """Drives one engine through exchanges: prepare, stage, commit, verify, undo. `swap` says what is legal."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from slackwater.checkpoint.manifest import Manifest
 from slackwater.checkpoint.state import StateTable
 from slackwater.clock import Clock
-from slackwater.engine.base import CommitReport, Staged
+from slackwater.engine.base import CommitReport, Staged, TileReader
 from slackwater.errors import ConflictError, CorruptError, SlackwaterError, SwapError
 from slackwater.ids import StateDigest, Version
 from slackwater.replica.boot import Booted
+from slackwater.replica.overlay import Overlay
 from slackwater.replica.prepare import (
     Check,
     Prepared,
@@ -29,6 +31,8 @@ from slackwater.replica.swap import Event, Swap, keeps
 
 T = TypeVar("T")
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExchangeLimits:
@@ -39,6 +43,11 @@ class ExchangeLimits:
     isn't over by then retires the replica."""
     threads: int = 2
     """Threads that decode and read back."""
+    max_deltas: int = 32
+    """Deltas that are put together into one swap at most."""
+    max_bytes: int = 2 * 1024**3
+    """Host memory that the writes of a swap of several deltas hold at most; a single delta takes what it needs. While
+    the next delta is prepared its own writes come on top, at most as much again, and its packs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,9 +68,19 @@ class _Ready:
     before: tuple[Check, ...]
     after: tuple[Check, ...]
     table: StateTable
-    kind: Literal["anchor", "delta"]
-    num_bytes: int
+    chain: Sequence[Manifest]
+    """The versions on the way; the last is the one that is made."""
     began: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Laid:
+    """Versions prepared one on top of the other."""
+
+    overlay: Overlay
+    table: StateTable
+    """The state of the last."""
+    chain: Sequence[Manifest]
 
 
 class Exchange:
@@ -87,8 +106,14 @@ class Exchange:
         if not keeps(self.swap, target):
             self._stop.set()
 
-    async def move_to(self, manifest: Manifest) -> SwapReport | None:
-        """Go to an anchor, or to a delta on the version in place. None: `steer` ended it.
+    async def move_to(self, chain: Sequence[Manifest]) -> SwapReport | None:
+        """Go to an anchor, or along deltas on the version in place, in one swap. None: `steer` ended it.
+
+        A delta after the first that can't be prepared ends the way before it: its error is that of the next call, which
+        begins with it.
+
+        Args:
+            chain: One anchor, or deltas, each on the one before.
 
         Raises:
             ConflictError: The version doesn't fit the engine or, as WrongBaseError, the state in place.
@@ -97,25 +122,26 @@ class Exchange:
             UnavailableError: The bucket doesn't answer.
         """
         self._stop = Stop()
-        self._on(Event.BEGIN, manifest.version)
-        ready = await self._or_fail(self._prepare(manifest))
+        self._on(Event.BEGIN, chain[-1].version)
+        ready = await self._or_fail(self._prepare(chain))
         if ready is None:
             self._on(Event.SUPERSEDE)
             return None
         self._on(Event.PREPARED)
         self._on(Event.COMMIT)
         prepare_s = self._clock.monotonic() - ready.began
-        before = self.swap.version
-        report = await self._commit(ready, manifest.version)
+        before, made = self.swap.version, ready.chain[-1]
+        report = await self._commit(ready, made.version)
         verify_s = await self._verify(ready)
         return SwapReport(
-            version=manifest.version,
+            version=made.version,
             from_version=before,
-            kind=ready.kind,
+            kind=made.kind,
+            deltas=0 if made.kind == "anchor" else len(ready.chain),
             prepare_s=prepare_s,
             pause_s=report.pause_s,
             verify_s=verify_s,
-            bytes_fetched=ready.num_bytes,
+            bytes_fetched=sum(manifest.num_bytes for manifest in ready.chain),
             bytes_written=report.bytes_written,
             tiles=len(ready.after),
             in_flight=report.in_flight,
@@ -135,6 +161,7 @@ class Exchange:
             version=self.swap.version,
             from_version=before,
             kind="rollback",
+            deltas=0,
             prepare_s=0.0,
             pause_s=report.pause_s,
             verify_s=self._clock.monotonic() - began - report.pause_s,
@@ -164,41 +191,71 @@ class Exchange:
             self._on(Event.FAILED)
             raise
 
-    async def _prepare(self, manifest: Manifest) -> _Ready | None:
+    async def _prepare(self, chain: Sequence[Manifest]) -> _Ready | None:
         began = self._clock.monotonic()
-        if manifest.kind == "anchor" and manifest.side_files != self._side_files:
-            raise ConflictError(
-                f"version {manifest.version} comes with another config or tokenizer than the engine was opened with",
-                hint="another model needs another run",
-            )
-        table = state_after(self._engine, self.table, manifest)
-        decode = await first(asyncio.to_thread(self._fetch, manifest, table), self._stop.wait())
-        prepared = None if decode is None else await joined(decode, self._stop)
-        if prepared is None:
+        laid = await self._lay(chain)
+        prepared = None if laid is None else await joined(laid.overlay.prepared, self._stop)
+        if laid is None or prepared is None:
             return None
         staged = await self._in_time(self._engine.stage(prepared.writes))
         if staged is None:
-            raise SwapError(f"version {manifest.version} was not staged within {self._limits.lease_s:g} s")
+            last = laid.chain[-1].version
+            raise SwapError(f"version {last} was not staged within {self._limits.lease_s:g} s")
         if self._stop.is_set():
             return None
         return _Ready(
             staged=staged,
             before=prepared.before,
             after=prepared.after,
-            table=table,
-            kind=manifest.kind,
-            num_bytes=manifest.num_bytes,
+            table=laid.table,
+            chain=laid.chain,
             began=began,
         )
 
-    def _fetch(self, manifest: Manifest, after: StateTable) -> Callable[[], Prepared | None]:
-        """Get a version's bytes; what it gives decodes them. In a thread."""
-        engine, threads, stop = self._engine, self._limits.threads, self._stop
+    async def _lay(self, chain: Sequence[Manifest]) -> _Laid | None:
+        """Prepare one version after the other, each on the bits that those before it make."""
+        overlay, table = Overlay(self._engine, self._limits.threads), self.table
+        for index, manifest in enumerate(chain):
+            try:
+                after = self._state_after(table, manifest)
+                prepared = await self._decoded(manifest, after, overlay)
+            except SlackwaterError as error:
+                if not index:
+                    raise
+                return self._shortened(_Laid(overlay=overlay, table=table, chain=chain[:index]), error)
+            if prepared is None:
+                return None
+            await joined(partial(overlay.add, prepared, last=manifest is chain[-1]), self._stop)
+            del prepared  # the overlay has it: not held on while the next is fetched
+            table = after
+        return _Laid(overlay=overlay, table=table, chain=chain)
+
+    def _shortened(self, laid: _Laid, error: SlackwaterError) -> _Laid:
+        reached = laid.chain[-1].version
+        _log.warning("going to version %d only, as the next one can't be prepared: %s", reached, error)
+        self._on(Event.SHORTENED, reached)
+        return laid
+
+    def _state_after(self, table: StateTable, manifest: Manifest) -> StateTable:
+        if manifest.kind == "anchor" and manifest.side_files != self._side_files:
+            raise ConflictError(
+                f"version {manifest.version} comes with another config or tokenizer than the engine was opened with",
+                hint="another model needs another run",
+            )
+        return state_after(self._engine, table, manifest)
+
+    async def _decoded(self, manifest: Manifest, after: StateTable, overlay: Overlay) -> Prepared | None:
+        decode = await first(asyncio.to_thread(self._fetch, manifest, after, overlay), self._stop.wait())
+        return None if decode is None else await joined(decode, self._stop)
+
+    def _fetch(self, manifest: Manifest, after: StateTable, held: TileReader) -> Callable[[], Prepared | None]:
+        """Get a version's bytes; what it gives decodes them against ``held``. In a thread."""
+        threads, stop = self._limits.threads, self._stop
         if manifest.kind == "anchor":
             folder = self._source.anchor(manifest)
-            return lambda: prepare_anchor(engine, after, folder, threads, stop)
+            return lambda: prepare_anchor(held, after, folder, threads, stop)
         bodies = self._source.bodies(manifest)
-        return lambda: prepare_delta(engine, after.outline, manifest, bodies, threads, stop)
+        return lambda: prepare_delta(held, after.outline, manifest, bodies, threads, stop)
 
     async def _commit(self, ready: _Ready, version: Version) -> CommitReport:
         async with self._memory:

@@ -8,6 +8,8 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from slackwater.checkpoint.manifest import Manifest
+from slackwater.checkpoint.outline import Outline
 from slackwater.clock import Clock
 from slackwater.errors import (
     ConflictError,
@@ -20,6 +22,7 @@ from slackwater.errors import (
 from slackwater.ids import BootId, ReplicaId, RunId, StateDigest, Version
 from slackwater.replica.boot import OpenEngine, await_head, boot, check_committed
 from slackwater.replica.exchange import Exchange, ExchangeLimits
+from slackwater.replica.extent import fitting
 from slackwater.replica.race import first
 from slackwater.replica.route import Route
 from slackwater.replica.source import HeadWatch, VersionSource
@@ -85,6 +88,7 @@ class Replica:
         self._error: LastError | None = None
         self._failures = 0
         self._calls = 0
+        self._singly = False
         self._waiting = False
         self._swaps: deque[SwapReport] = deque(maxlen=options.reports)
         self._changed = asyncio.Event()
@@ -292,25 +296,33 @@ class Replica:
         await self._abandon()
 
     async def _step(self) -> None:
-        """One exchange towards the target."""
+        """One exchange towards the target: an anchor, or all the deltas that fit into one."""
         exchange, target = _needed(self._exchange), _needed(self._target)
         if target == exchange.swap.previous:
             self._swaps.append(await exchange.roll_back())
             return
-        manifest = await asyncio.to_thread(self._route.next, exchange.swap.version, target)
+        chain = await asyncio.to_thread(self._next, exchange.swap.version, target, exchange.table.outline)
         if target != self._target:
             return
         try:
-            report = await exchange.move_to(manifest)
+            report = await exchange.move_to(chain)
         except SlackwaterError as error:
-            self._route.detour(manifest.version, error)
+            self._route.detour(chain[0].version, error)
+            # What took the engine too long, or more than it has, may go in smaller steps.
+            self._singly = self._singly or isinstance(error, SwapError)
             raise
         if report is not None:
             self._route.trust()
             self._swaps.append(report)
             _log.info("version %d is in place, from %d", report.version, report.from_version)
 
+    def _next(self, held: Version, target: Version, outline: Outline) -> tuple[Manifest, ...]:
+        limits = self._options.exchange
+        most = 1 if self._singly else limits.max_deltas
+        return fitting(self._route.next(held, target, most), outline, limits.max_bytes)
+
     def _reached(self) -> None:
+        self._singly = False
         self._error, self._failures = None, 0
         self._settled.set()
 

@@ -1,5 +1,7 @@
 """The way to a target: which version comes next, around what is broken."""
 
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Literal
 
 from slackwater.checkpoint.chain import plan_path
@@ -23,8 +25,16 @@ class Route:
         self._avoided: dict[Version, SlackwaterError] = {}
         self._distrusted = False
 
-    def next(self, held: Version | None, target: Version) -> Manifest:
-        """The next version from ``held`` (None: nothing) on the way to ``target``, another one.
+    def next(self, held: Version | None, target: Version, most: int = 1) -> tuple[Manifest, ...]:
+        """What comes next on the way from ``held`` (None: nothing) to ``target``, another version.
+
+        Args:
+            held: The version at hand.
+            target: Where to.
+            most: Deltas to give at most; at least 1.
+
+        Returns:
+            An anchor, or the first deltas on ``held`` as far as their manifests can be read.
 
         Raises:
             NotFoundError: No anchor leads to the target.
@@ -35,7 +45,10 @@ class Route:
             path = plan_path(start, target, self._kind_of)
         except NotFoundError:
             raise self._give_up(target) from None
-        return self._source.manifest(path.deltas[0] if path.anchor is None else path.anchor)
+        if path.anchor is not None:
+            return (self._source.manifest(path.anchor),)
+        first, *others = path.deltas[:most]
+        return (self._source.manifest(first), *self._readable(others))
 
     def detour(self, version: Version, error: SlackwaterError) -> None:
         """Learn from the failure of ``version``."""
@@ -47,6 +60,12 @@ class Route:
     def trust(self) -> None:
         """The state in place is a verified one: deltas may be applied to it."""
         self._distrusted = False
+
+    def _readable(self, versions: Iterable[Version]) -> Iterator[Manifest]:
+        """Manifests, up to one that can't be read now: who gets there will be told why."""
+        with suppress(SlackwaterError):
+            for version in versions:
+                yield self._source.manifest(version)
 
     def _kind_of(self, version: Version) -> Literal["anchor", "delta"] | None:
         if version in self._avoided:

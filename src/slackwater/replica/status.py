@@ -47,6 +47,8 @@ class SwapReport:
     version: Version
     from_version: Version
     kind: Literal["delta", "anchor", "rollback"]
+    deltas: int
+    """How many deltas on the version before it took at once; 0 for an anchor and a roll-back."""
     prepare_s: float
     """Fetching, checking, decoding and staging, while the old version served."""
     pause_s: float
@@ -54,10 +56,10 @@ class SwapReport:
     verify_s: float
     """Reading back and comparing, while the new version served provisionally."""
     bytes_fetched: int
-    """Bytes of the version's objects, cached or not."""
+    """Bytes of the versions' objects, cached or not."""
     bytes_written: int
     tiles: int
-    """Tiles written and verified."""
+    """Tiles written and verified, each once."""
     in_flight: int
     """Answers that went on across the exchange."""
 

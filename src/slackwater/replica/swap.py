@@ -13,7 +13,9 @@ The rules, which the table below spells out and `docs/swap.md` draws:
    it is undone. An undo that fails, or whose bits differ, retires the replica: it serves nothing any more.
 6. Only the last commit can be undone, once.
 7. A newer target ends an exchange only before its commit. After it, the exchange finishes first.
-8. A pair that the table lacks is illegal. It is a bug, and says so.
+8. Several deltas are one exchange, which aims at the last one. If a later one can't be prepared, the exchange is
+   shortened: it aims at the one before.
+9. A pair that the table lacks is illegal. It is a bug, and says so.
 """
 
 from collections.abc import Mapping
@@ -52,6 +54,8 @@ class Event(StrEnum):
     """The next version towards the target was chosen."""
     SUPERSEDE = "supersede"
     """The target moved to where this exchange doesn't lead."""
+    SHORTENED = "shortened"
+    """A delta after the first failed: the exchange makes the version before it."""
     PREPARED = "prepared"
     """The writes are decoded and staged."""
     COMMIT = "commit"
@@ -104,6 +108,7 @@ MOVES: Final[Mapping[tuple[Stage, Event], Move]] = MappingProxyType({
     (Stage.IDLE, Event.ROLL_BACK): _move(Stage.UNDOING),
     (Stage.PREPARING, Event.SUPERSEDE): _move(Stage.IDLE, Effect.FORGET),
     (Stage.PREPARING, Event.FAILED): _move(Stage.IDLE, Effect.FORGET),
+    (Stage.PREPARING, Event.SHORTENED): _move(Stage.PREPARING, Effect.AIM),
     (Stage.PREPARING, Event.PREPARED): _move(Stage.STAGED),
     (Stage.STAGED, Event.SUPERSEDE): _move(Stage.IDLE, Effect.FORGET),
     (Stage.STAGED, Event.COMMIT): _move(Stage.COMMITTING),
@@ -144,7 +149,7 @@ class Swap:
         return self.version if self.stage is Stage.COMMITTING else self.previous
 
     def after(self, event: Event, goal: Version | None = None) -> "Swap":
-        """The exchange after ``event``; ``goal`` belongs to ``begin`` alone.
+        """The exchange after ``event``; ``goal`` belongs to ``begin`` and ``shortened``.
 
         Raises:
             InternalError: The table has no such transition from here.
