@@ -17,7 +17,7 @@ from slackwater.hotload.operation import (
     obeys,
     still_well,
 )
-from slackwater.hotload.recovery import take_up, under_way
+from slackwater.hotload.recovery import apart, take_up, under_way
 from slackwater.hotload.rollout import MOVES, Canary, Phase, first_phase, told_in
 from slackwater.hotload.target import SwapTimings, TargetError, TargetStatus
 from slackwater.hotload.witness import changes
@@ -135,6 +135,17 @@ def test_a_standing_operation_is_taken_up_for_its_group_as_it_is_now() -> None:
     assert take_up(standing("gone", None), GROUPS).ended
     other = Operation(id="x", idempotency_key="x", order=order(), created_at=0.0)
     assert take_up(other, GROUPS) is other
+
+
+def test_of_two_operations_about_a_replica_the_newer_one_goes_on() -> None:
+    def about(name: str, *replicas: str) -> Operation:
+        parts = tuple(ReplicaProgress(replica=ReplicaId(replica)) for replica in replicas)
+        return Operation(id=name, idempotency_key=name, order=order(), created_at=0.0, replicas=parts)
+
+    found = apart([about("new", "r0", "r2"), about("middle", "r0", "r1"), about("old", "r1"), about("apart", "r3")])
+    assert [(each.id, each.ended) for each in found] == [
+        ("new", False), ("middle", True), ("old", False), ("apart", False)
+    ]  # fmt: skip
 
 
 def test_replicas_that_were_told_and_are_not_there_tell_what_was_running() -> None:

@@ -14,7 +14,7 @@ from slackwater.hotload.drive import DriveLimits, Driver
 from slackwater.hotload.groups import DEFAULT_GROUP, Group, Mode, arrange, as_ordered, find_group, meant
 from slackwater.hotload.ledger import Ledger, SqliteLedger
 from slackwater.hotload.operation import Operation, OperationEvent, Order, ReplicaProgress
-from slackwater.hotload.recovery import take_up, under_way
+from slackwater.hotload.recovery import apart, take_up, under_way
 from slackwater.hotload.rollout import Canary, first_phase
 from slackwater.hotload.snapshots import Snapshot, SnapshotLookup
 from slackwater.hotload.target import Goal, Target, TargetError, TargetStatus
@@ -102,7 +102,7 @@ class Conductor:
         async with self._turn:
             known = await self._book.load()
             taken = [take_up(each, self._configured) for each in self._book.newest() if not each.ended]
-            self._book.put(*taken)
+            self._book.put(*apart(taken))
             modes = {group.name: group.words for group in self._configured}
             changed = [group for group in self._configured if known.get(group.name, _unnamed(group)) != group.words]
             for group in changed:

@@ -26,6 +26,21 @@ def take_up(operation: Operation, groups: Sequence[Group]) -> Operation:
     return replace(operation, replicas=parts)
 
 
+def apart(newest: Sequence[Operation]) -> list[Operation]:
+    """Operations that go on, the newest first: one that shares a replica with a newer one is superseded by it.
+
+    A process may have died between writing the one and the end of the other.
+    """
+    kept: list[Operation] = []
+    busy = set[ReplicaId]()
+    for operation in newest:
+        names = frozenset(operation.names)
+        kept.append(operation.after(OperationEvent.SUPERSEDE) if names & busy and not operation.ended else operation)
+        if not kept[-1].ended:
+            busy |= names
+    return kept
+
+
 def under_way(statuses: Sequence[TargetStatus]) -> tuple[tuple[Version, tuple[ReplicaId, ...]], ...]:
     """The versions that replicas were told to go to and haven't reached, each with its replicas."""
     found: dict[Version, list[ReplicaId]] = {}
