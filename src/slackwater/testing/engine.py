@@ -2,7 +2,8 @@
 
 It is a *stamp model*: each token is a hash of the prompt, the tokens so far, the digest of the weights at every
 position, and the seed, so a wrong bit, a stale KV or a wrong label changes what comes out. `stamp_tokens` says
-what must.
+what must. It digests the weights once an exchange, and a prompt's KV knows none: `slackwater.testing.stamp` reads the
+bits in every step and stamps the prompt's rows too.
 """
 
 import asyncio
@@ -102,21 +103,25 @@ class EngineFaults:
 
 
 @dataclass(eq=False, kw_only=True)
-class _Run:
+class TableRun:
     """One answer inside the engine."""
 
     request: CompletionRequest
     origin: Origin
     limit: int
     chain: bytes
+    """Stands for the KV so far."""
     steps: "asyncio.Queue[TokenStep | SlackwaterError | None]" = field(
         default_factory=asyncio.Queue[TokenStep | SlackwaterError | None]
     )
     made: int = 0
+    last: int = -1
+    """The last token made."""
     finish: Finish | None = None
     ended: bool = False
 
     def end(self, finish: Finish | None, last: SlackwaterError | None = None) -> None:
+        """End it, once: with a finish, or with an error that its reader is given."""
         if not self.ended:
             self.ended = True
             self.finish = finish
@@ -126,7 +131,7 @@ class _Run:
 class TableAnswer:
     """See `slackwater.rollout.completer.Answer`."""
 
-    def __init__(self, run: _Run) -> None:
+    def __init__(self, run: TableRun) -> None:
         self._run = run
 
     @property
@@ -182,7 +187,7 @@ class TableEngine:
         self._origin = Origin(replica=replica, boot=boot, run=run, seed=0)
         self._slots = slots
         self._window = window
-        self._runs: list[_Run] = []
+        self._runs: list[TableRun] = []
         self._controls: deque[tuple[Callable[[], CommitReport], asyncio.Future[CommitReport]]] = deque()
         self._last: TableStaged | None = None
         self._generation = 0
@@ -250,7 +255,7 @@ class TableEngine:
             raise InvalidInputError(f"a token id is outside the vocabulary of {VOCAB_SIZE}")
         seed = next(self._seeds) if request.sampling.seed is None else request.sampling.seed
         wanted = len(request.forced_ids) or request.sampling.max_tokens
-        run = _Run(
+        run = TableRun(
             request=request,
             origin=replace(self._origin, seed=seed),
             limit=min(wanted, room),
@@ -424,7 +429,7 @@ class TableEngine:
             self._sample(run)
         return True
 
-    def _sample(self, run: _Run) -> None:
+    def _sample(self, run: TableRun) -> None:
         request = run.request
         if not run.made:
             if not request.policy.admits(self._version):
@@ -433,12 +438,9 @@ class TableEngine:
                 run.end(None, PolicyUnmetError(message, versions=(held,)))
                 return
             run.origin = self._prefilled(run)
-        token = _draw(run.chain, self._stamp, run.origin.seed)
-        if request.forced_ids:
-            token = request.forced_ids[run.made]
-        run.chain = _extend(run.chain, self._stamp, token)
+        token, logprob = self._next(run)
         run.made += 1
-        logprob = 0.0 if request.sampling.temperature == 0 else -1.0 - run.chain[8] / 256
+        logprob = 0.0 if request.sampling.temperature == 0 else logprob
         finish = _finish(run, token)
         some = bool(request.sampling.top_logprobs)
         run.steps.put_nowait(
@@ -455,14 +457,21 @@ class TableEngine:
             run.finish = finish
             run.ended = True
 
-    def _prefilled(self, run: _Run) -> Origin:
+    def _next(self, run: TableRun) -> tuple[int, float]:
+        """A run's next token and its log-probability; takes the token into the run's KV."""
+        forced = run.request.forced_ids
+        token = forced[run.made] if forced else _draw(run.chain, self._stamp, run.origin.seed)
+        run.chain = _extend(run.chain, self._stamp, token)
+        return token, -1.0 - run.chain[8] / 256
+
+    def _prefilled(self, run: TableRun) -> Origin:
         prompt = run.request.prompt_ids
         cached = len(prompt) if prompt in self._cached else 0
         self._cached.add(prompt)
         return replace(run.origin, prompt_version=self._version, cached_tokens=cached)
 
 
-def _finish(run: _Run, token: int) -> Finish | None:
+def _finish(run: TableRun, token: int) -> Finish | None:
     if run.request.forced_ids and run.made == len(run.request.forced_ids):
         return Finish.STOP
     if token in run.request.sampling.stop_token_ids:
