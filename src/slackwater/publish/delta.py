@@ -136,7 +136,7 @@ class DeltaEncoder:
         outline, source = self._held.outline, self._source
         total = sum(held_elements(spec, self._pieces) * WIDTHS[spec.dtype] for spec in source.specs().values())
         seen: list[Glimpse] = []
-        done = 0
+        done = bundles = held = 0
         found = compare(source, outline, self._baseline, threads=self._effort.threads, pieces=self._pieces)
         for compared in found:
             tiles = (outline.place(number) for bundle in compared.batch for number in bundle)
@@ -144,8 +144,10 @@ class DeltaEncoder:
             self._progress("encode", done, total)
             seen += compared.glimpses
             self._waiting.append(compared)
-            if self._is_full():
+            bundles, held = bundles + len(compared.bundles), held + compared.num_bytes
+            if self._is_full(bundles, held):
                 self._encode()
+                bundles = held = 0
         check_unwritten(seen, source)
 
     def finish(self) -> Encoded:
@@ -164,10 +166,10 @@ class DeltaEncoder:
             table=table,
         )
 
-    def _is_full(self) -> bool:
+    def _is_full(self, bundles: int, num_bytes: int) -> bool:
         if self._effort.room is None:
-            return sum(len(item.bundles) for item in self._waiting) >= _AHEAD * self._effort.threads
-        return sum(item.num_bytes for item in self._waiting) > self._effort.room
+            return bundles >= _AHEAD * self._effort.threads
+        return num_bytes > self._effort.room
 
     def _encode(self) -> None:
         level, threads = self._effort.level, self._effort.threads

@@ -29,7 +29,7 @@ class Glimpse:
 
 
 def glimpse(name: str, tile: Tile, bits: Bits) -> Glimpse:
-    """Look at 1,024 elements of a tile, or all of a smaller one.
+    """Look at up to 1,024 elements of a tile, or all of a smaller one.
 
     Args:
         name: Of the tensor.
@@ -56,9 +56,9 @@ def check_unwritten(glimpses: Iterable[Glimpse], source: TensorSource) -> None:
 def _some(tile: Tile, bits: Bits) -> Bits:
     if tile.count <= _BLOCKS * _BLOCK:
         return np.array(tile.take(bits))
-    found: list[Bits] = []
-    for block in range(_BLOCKS):
-        row, col = divmod(block * tile.count // _BLOCKS, tile.cols)
-        begin = tile.start + row * tile.stride
-        found.append(bits[begin + col : begin + min(col + _BLOCK, tile.cols)])
-    return np.concatenate(found)
+    if tile.rows > 1:
+        lines = bits.reshape(tile.rows, tile.stride)[:: -(-tile.rows // _BLOCKS), tile.start : tile.start + tile.cols]
+    else:
+        length = tile.cols // _BLOCKS
+        lines = bits[tile.start : tile.start + _BLOCKS * length].reshape(_BLOCKS, length)
+    return lines[:, :_BLOCK].copy()

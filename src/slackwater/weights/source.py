@@ -131,10 +131,11 @@ class ShardSource:
                 if name in self._slots:
                     raise CorruptError(f"{name} is both in {self._slots[name][0]} and in {file}")
                 self._slots[name] = (file, slot)
+        self._specs: Final = {name: slot.spec for name, (_, slot) in sorted(self._slots.items())}
 
     def specs(self) -> Mapping[str, TensorSpec]:
         """See `TensorSource.specs`."""
-        return {name: slot.spec for name, (_, slot) in sorted(self._slots.items())}
+        return self._specs
 
     def bits(self, name: str) -> Bits:
         """See `TensorSource.bits`. A view of the file; writable where the buffer is."""
