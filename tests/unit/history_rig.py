@@ -19,6 +19,7 @@ from slackwater.publish.commit import Committer, encode_checked
 from slackwater.publish.draft import Draft, Label, draft_anchor
 from slackwater.publish.hint import HintWriter
 from slackwater.publish.lineage import Tip, read_manifest
+from slackwater.publish.publisher import Publisher
 from slackwater.testing.bucket import FaultyBucket, MemoryBucket
 from slackwater.weights.image import take_image
 from slackwater.weights.source import side_files
@@ -111,3 +112,13 @@ def hint_at(bucket: MemoryBucket, version: int | None) -> None:
 
 def tip(bucket: MemoryBucket, version: int) -> Tip:
     return Tip(version=Version(version), state=read_manifest(bucket, RUN, Version(version)).state)
+
+
+def ten_versions(model: Path) -> MemoryBucket:
+    """Anchors 0 and 6, ten versions."""
+    bucket = MemoryBucket()
+    publisher = Publisher(bucket, RUN, anchor_every=6, threads=1)
+    for step, tensors in enumerate(states(10)):
+        publisher.publish(StateDictSource(tensors), step=step, folder_files=model)
+    publisher.close()
+    return bucket

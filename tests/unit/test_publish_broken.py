@@ -5,7 +5,7 @@ from typing import Final
 
 import msgspec
 import pytest
-from history_rig import Shelf, drafted, hint_at, lose, states, tip
+from history_rig import Shelf, drafted, hint_at, lose, ten_versions, tip
 from publish_rig import RUN, all_bits, model_folder, restored, trained, weights
 
 from slackwater.checkpoint.keys import manifest_key
@@ -32,13 +32,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def memory(model: Path) -> MemoryBucket:
-    """Anchors 0 and 6, ten versions."""
-    bucket = MemoryBucket()
-    publisher = Publisher(bucket, RUN, anchor_every=6, threads=1)
-    for step, tensors in enumerate(states(10)):
-        publisher.publish(StateDictSource(tensors), step=step, folder_files=model)
-    publisher.close()
-    return bucket
+    return ten_versions(model)
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from history_rig import Shelf, hint_at, lose, states
+from history_rig import Shelf, hint_at, lose, ten_versions
 from publish_rig import RUN, model_folder
 
 from slackwater.checkpoint.keys import manifest_key
@@ -16,9 +16,7 @@ from slackwater.publish.audit import Auditor
 from slackwater.publish.damage import Report
 from slackwater.publish.delta import tell_nobody
 from slackwater.publish.history import read_history
-from slackwater.publish.publisher import Publisher
 from slackwater.testing.bucket import FaultyBucket, MemoryBucket
-from slackwater.weights.state_dict import StateDictSource
 
 
 @pytest.fixture
@@ -28,13 +26,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def memory(model: Path) -> MemoryBucket:
-    """Anchors 0 and 6, ten versions."""
-    bucket = MemoryBucket()
-    publisher = Publisher(bucket, RUN, anchor_every=6, threads=1)
-    for step, tensors in enumerate(states(10)):
-        publisher.publish(StateDictSource(tensors), step=step, folder_files=model)
-    publisher.close()
-    return bucket
+    return ten_versions(model)
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from history_rig import AWAY, CAP, Careless, Shelf, Trainer, Turned, states
+from history_rig import AWAY, CAP, Careless, Shelf, Trainer, Turned, states, ten_versions
 from hypothesis import given
 from hypothesis import strategies as st
 from publish_rig import RUN, keys, model_folder, trained, weights
@@ -27,13 +27,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def memory(model: Path) -> MemoryBucket:
-    """Anchors 0 and 6, ten versions."""
-    bucket = MemoryBucket()
-    publisher = Publisher(bucket, RUN, anchor_every=6, threads=1)
-    for step, tensors in enumerate(states(10)):
-        publisher.publish(StateDictSource(tensors), step=step, folder_files=model)
-    publisher.close()
-    return bucket
+    return ten_versions(model)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from typing import Final
 
 import msgspec
 import pytest
-from history_rig import AWAY, CAP, Careless, Shelf, Trainer, Turned, drafted, hint_at, lose, states, tip
+from history_rig import AWAY, CAP, Careless, Shelf, Trainer, Turned, drafted, hint_at, lose, ten_versions, tip
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from publish_rig import RUN, all_bits, keys, model_folder, restored, weights
@@ -38,13 +38,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def memory(model: Path) -> MemoryBucket:
-    """Anchors 0 and 6, ten versions."""
-    bucket = MemoryBucket()
-    publisher = Publisher(bucket, RUN, anchor_every=6, threads=1)
-    for step, tensors in enumerate(states(10)):
-        publisher.publish(StateDictSource(tensors), step=step, folder_files=model)
-    publisher.close()
-    return bucket
+    return ten_versions(model)
 
 
 @pytest.fixture

@@ -1,23 +1,22 @@
 """The committed state that a publisher holds. It moves after the commit, by the very bytes that were committed."""
 
 import logging
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import lru_cache
 from typing import Final, Protocol
 
-from slackwater.checkpoint.application import apply_taken, places_of, take
-from slackwater.checkpoint.codec import Place
 from slackwater.checkpoint.digest import tile_digest
-from slackwater.checkpoint.manifest import Manifest, ObjectRef
+from slackwater.checkpoint.manifest import Manifest
 from slackwater.checkpoint.outline import Outline
-from slackwater.checkpoint.pieces import WHOLE, Pieces, cut_out, held_tile, locate
+from slackwater.checkpoint.pieces import WHOLE, Pieces, cut_out, locate
 from slackwater.checkpoint.state import StateTable
 from slackwater.checkpoint.tensor import Bits, TensorSpec
 from slackwater.errors import CorruptError, InvalidInputError, LostRaceError, NotFoundError, WrongBaseError
 from slackwater.ids import RunId, Version
 from slackwater.publish.draft import Draft
+from slackwater.publish.in_memory import apply
 from slackwater.publish.lineage import check_tip, find_head
 from slackwater.publish.path import Reads
 from slackwater.publish.restore import Restored, outline, outline_broken, restore
@@ -217,46 +216,6 @@ class Baseline:
                 error,
             )
             return found
-
-
-def apply(
-    manifest: Manifest,
-    outline: Outline,
-    pack: Callable[[ObjectRef], bytes | bytearray],
-    bits: Mapping[str, Bits],
-    pieces: Pieces = WHOLE,
-) -> None:
-    """Apply a delta to bits in place: tile by tile, each checked before and after; done ones are left.
-
-    Args:
-        manifest: The delta.
-        outline: The run's.
-        pack: One of its objects, checked. Asked in order, for those alone that change what is held.
-        bits: Flat and writable; bodies of other tensors are left out.
-        pieces: What they are of the tensors; bodies of other tiles are left out.
-
-    Raises:
-        WrongBaseError: The bits are neither its old ones nor its new ones, or a body makes tiles of which some aren't
-            held.
-        CorruptError: A body doesn't make what the manifest says.
-    """
-    fetched = lru_cache(maxsize=1)(pack)
-    for entry in manifest.listed():
-        places = places_of(outline, entry)
-        absent = [place for place in places if not _is_held(place, bits, pieces)]
-        if len(absent) == len(places):
-            continue
-        if absent:
-            raise WrongBaseError(
-                f"{absent[0].spec.name} isn't held, and shares a body with {len(places) - len(absent)} tiles"
-            )
-        body = memoryview(fetched(manifest.objects[entry.object]))[entry.offset : entry.offset + entry.length]
-        held = take(places, bits.__getitem__, pieces)
-        apply_taken(places, entry, body, held, bits.__getitem__, pieces)
-
-
-def _is_held(place: Place, bits: Mapping[str, Bits], pieces: Pieces) -> bool:
-    return place.spec.name in bits and held_tile(place.spec, place.tile, pieces) is not None
 
 
 def narrowed(held: Restored, names: Collection[str] | None, pieces: Pieces) -> Restored:

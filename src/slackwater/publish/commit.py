@@ -20,7 +20,7 @@ from slackwater.errors import (
     UnsupportedError,
 )
 from slackwater.ids import RunId, Version
-from slackwater.publish.lineage import HeadBucket, HeadHint, Tip, check_tip, find_head, read_manifest
+from slackwater.publish.lineage import ONE_TRAINER, HeadBucket, HeadHint, Tip, check_tip, find_head, read_manifest
 
 LOOK_AGAIN_S: Final = 900.0
 """Seconds without a commit after which a publisher looks for the head before the next one. Less than the minimum age of
@@ -149,7 +149,7 @@ class Committer:
             raise LostRaceError(
                 f"others have gone on with {run} to version {head}, and this publisher stood at "
                 f"{'its beginning' if known is None else f'version {known}'}",
-                hint="one trainer publishes a run: stop the other one, or open the publisher again",
+                hint=ONE_TRAINER,
             )
 
     def _made_it(self, run: RunId, tip: Tip) -> bool:
@@ -193,7 +193,7 @@ def _create(bucket: CommitBucket, manifest: Manifest, body: bytes, signer: Signs
     raise LostRaceError(
         f"another publisher committed version {manifest.version} of {manifest.run}: "
         f"state {winner.state[:12]}, step {winner.step}",
-        hint="one trainer publishes a run: stop the other one, or open the publisher again",
+        hint=ONE_TRAINER,
     )
 
 

@@ -17,6 +17,9 @@ from slackwater.ids import RunId, StateDigest, Version
 
 _LOG = logging.getLogger(__name__)
 _MAX_HINT_BYTES = 4096
+ONE_TRAINER: Final = "one trainer publishes a run: stop the other one, or open the publisher again"
+"""What to do about a race that was lost."""
+
 _MENDED: Final = "start a new run, or put the lost versions back and open the publisher again"
 _MANIFEST: Final = re.compile(r"([0-9]{8})\.json")
 
@@ -112,7 +115,7 @@ def _gone(bucket: HeadBucket, run: RunId, tip: Tip) -> ConflictError:
         return LostRaceError(
             f"version {tip.version} of {run}, which this publisher went on from, was collected: others have gone on to "
             f"version {head}",
-            hint="one trainer publishes a run: stop the other one, or open the publisher again",
+            hint=ONE_TRAINER,
         )
     newest = "no version is there" if head is None else f"version {head} is the newest"
     return ConflictError(

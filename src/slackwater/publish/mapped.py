@@ -19,13 +19,13 @@ from typing import Annotated, Final
 import msgspec
 import numpy as np
 
-from slackwater.checkpoint.digest import tile_digest
 from slackwater.checkpoint.outline import Outline
-from slackwater.checkpoint.pieces import WHOLE, Pieces, held_elements, held_numbers, locate
+from slackwater.checkpoint.pieces import WHOLE, Pieces, held_elements
 from slackwater.checkpoint.tensor import Bits, TensorSpec
 from slackwater.errors import ConflictError, CorruptError, InvalidInputError, NotFoundError, WrongBaseError
 from slackwater.ids import RunId, Version
-from slackwater.publish.baseline import Store, apply
+from slackwater.publish.baseline import Store
+from slackwater.publish.in_memory import apply, first_wrong
 from slackwater.publish.objects import fetch_object
 from slackwater.publish.path import Reads, read_path
 from slackwater.publish.restore import Restored, outline
@@ -127,7 +127,7 @@ class MappedStore:
         if self._file.stat().st_size != _size(lengths):
             return None
         held = replace(now, bits=_map(self._file, lengths), pieces=pieces)
-        if _holds(held):
+        if _is_right(held):
             self.moved(held)
             return held
         return self._catch_up(held, noted)
@@ -139,7 +139,7 @@ class MappedStore:
             if manifest.kind == "anchor":
                 return None
             apply(manifest, held.table.outline, partial(fetch_object, self._bucket), held.bits, held.pieces)
-        if not _holds(held):
+        if not _is_right(held):
             return None
         self.moved(held)
         return held
@@ -180,12 +180,6 @@ def _map(file: Path, lengths: _Lengths) -> Mapping[str, Bits]:
     return bits
 
 
-def _holds(held: Restored) -> bool:
+def _is_right(held: Restored) -> bool:
     """Whether all tiles held are those of the version."""
-    table, outline = held.table, held.table.outline
-    for name, bits in held.bits.items():
-        for number in held_numbers(outline, name, held.pieces):
-            spec, tile = outline.place(number)
-            if tile_digest(locate(spec, tile, held.pieces).take(bits)) != int(table.tiles[number]):
-                return False
-    return True
+    return first_wrong(held.table, held.bits, held.pieces) is None

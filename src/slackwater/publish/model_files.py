@@ -14,6 +14,13 @@ from slackwater.weights.image import CONFIG
 from slackwater.weights.source import FolderSource, TensorSource, side_files
 
 
+def folder_of(source: TensorSource, folder: Path | str | None) -> Path | None:
+    """The folder that was given, or else the source's own, if it has one."""
+    if folder is not None:
+        return Path(folder)
+    return source.folder if isinstance(source, FolderSource) else None
+
+
 def read_model_files(
     bucket: Get, source: TensorSource, folder: Path | str | None, held: Restored | None
 ) -> Mapping[str, bytes]:
@@ -29,9 +36,8 @@ def read_model_files(
         InvalidInputError: There is no config, or a file isn't that of the run.
         CorruptError: A file in the bucket is damaged.
     """
-    if folder is None and isinstance(source, FolderSource):
-        folder = source.folder
-    own = {} if folder is None else {name: path.read_bytes() for name, path in side_files(Path(folder)).items()}
+    folder = folder_of(source, folder)
+    own = {} if folder is None else {name: path.read_bytes() for name, path in side_files(folder).items()}
     if held is not None:
         check_side_files(held.side_files, {name: object_digest(body) for name, body in own.items()})
     kept = {} if held is None else {name: ref for name, ref in held.files.items() if is_side_file(name)}

@@ -7,7 +7,6 @@ from typing import Final
 import numpy as np
 
 from slackwater.bucket.base import Get
-from slackwater.checkpoint.digest import tile_digest
 from slackwater.checkpoint.manifest import AnchorTensor, Manifest
 from slackwater.checkpoint.pieces import (
     WHOLE,
@@ -15,14 +14,14 @@ from slackwater.checkpoint.pieces import (
     held_elements,
     held_numbers,
     held_tile,
-    locate,
     stripes,
 )
 from slackwater.checkpoint.state import StateTable
 from slackwater.checkpoint.tensor import Bits
 from slackwater.errors import CorruptError
 from slackwater.ids import RunId, Version
-from slackwater.publish.baseline import apply, narrowed
+from slackwater.publish.baseline import narrowed
+from slackwater.publish.in_memory import apply, first_wrong
 from slackwater.publish.objects import PIECE_BYTES, fetch_object
 from slackwater.publish.path import Reads, along
 from slackwater.publish.restore import Restored
@@ -98,14 +97,13 @@ def _sharing(deltas: Sequence[Manifest], numbers: frozenset[int]) -> frozenset[i
 
 def _fetch(bucket: Get, anchor: Manifest, tensor: AnchorTensor, table: StateTable, pieces: Pieces) -> Bits:
     """A tensor, or a piece of it, out of its file; its tiles' digests prove it."""
-    spec, outline, key = tensor.spec, table.outline, anchor.objects[tensor.object].key
+    spec, key = tensor.spec, anchor.objects[tensor.object].key
     bits, width = np.empty(held_elements(spec, pieces), dtype=spec.bits_dtype), spec.bits_dtype.itemsize
     for stripe in stripes(spec, pieces.get(spec.name), PIECE_BYTES):
         begin, end = stripe.span.start * width, stripe.span.stop * width
         body = bucket.get_range(key, tensor.offset + begin, end - begin)
         bits[stripe.held] = stripe.tile.take(np.frombuffer(body, dtype=spec.bits_dtype))
-    for number in held_numbers(outline, spec.name, pieces):
-        _, tile = outline.place(number)
-        if tile_digest(locate(spec, tile, pieces).take(bits)) != int(table.tiles[number]):
-            raise CorruptError(f"{spec.name} tile {tile.index} isn't that of anchor {anchor.version}")
+    wrong = first_wrong(table, {spec.name: bits}, pieces)
+    if wrong is not None:
+        raise CorruptError(f"{wrong} isn't that of anchor {anchor.version}")
     return bits

@@ -28,7 +28,7 @@ from slackwater.publish.draft import DeltaDraft, Draft, Label
 from slackwater.publish.folding import Folding
 from slackwater.publish.hint import HintWriter
 from slackwater.publish.mapped import MappedStore
-from slackwater.publish.model_files import read_model_files
+from slackwater.publish.model_files import folder_of, read_model_files
 from slackwater.publish.plan import Anchors, check_config, check_fits, check_side_files, check_step, decide
 from slackwater.publish.published import Published as Published  # noqa: PLC0414 (a part of this interface)
 from slackwater.publish.published import report
@@ -37,7 +37,7 @@ from slackwater.publish.upload import Uploads
 from slackwater.weights.completed import CompletedSource
 from slackwater.weights.file_digests import FileDigests
 from slackwater.weights.image import CONFIG, FolderImage, take_image
-from slackwater.weights.source import FolderSource, Follows, TensorSource, pieces_of, side_files
+from slackwater.weights.source import Follows, TensorSource, pieces_of, side_files
 
 _LOG: Final = logging.getLogger(__name__)
 _TOKENIZERS: Final = ("tokenizer", "vocab", "tiktoken", "spiece")
@@ -303,7 +303,7 @@ class Publisher:
 
     def _compare(self, wanted: _Wanted, label: Label, held: Restored, uploads: Uploads) -> DeltaDraft:
         _tell_absent(self.held_specs(), wanted.source.specs())
-        folder = wanted.folder or (wanted.source.folder if isinstance(wanted.source, FolderSource) else None)
+        folder = folder_of(wanted.source, wanted.folder)
         if folder is not None:
             check_side_files(held.side_files, self._digests.of(side_files(folder)))
         effort = Effort(level=self._level, threads=self._threads, room=wanted.room)

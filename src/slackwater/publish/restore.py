@@ -5,21 +5,19 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from functools import partial
 from typing import Final
 
 import numpy as np
 
 from slackwater.bucket.base import Get
-from slackwater.checkpoint.application import apply_taken, places_of, take
-from slackwater.checkpoint.digest import tile_digest
 from slackwater.checkpoint.manifest import AnchorTensor, Manifest, ObjectRef, is_side_file
-from slackwater.checkpoint.outline import Outline
 from slackwater.checkpoint.pieces import Piece, Pieces
 from slackwater.checkpoint.state import StateTable
 from slackwater.checkpoint.tensor import Bits
 from slackwater.errors import CorruptError, NotFoundError, SlackwaterError
 from slackwater.ids import ObjectDigest, RunId, StateDigest, Version
+from slackwater.publish.in_memory import apply, first_wrong
 from slackwater.publish.lineage import Tip, list_versions, read_manifest
 from slackwater.publish.objects import fetch_object
 from slackwater.publish.path import Reads, along, read_path
@@ -91,7 +89,7 @@ def restore(bucket: Reads, run: RunId, version: Version) -> Restored:
         restored = _restored(path, {})
         bits = _load_anchor(bucket, path[0], StateTable.of_anchor(path[0]))
         for manifest in path[1:]:
-            _apply_delta(bucket, manifest, restored.table.outline, bits)
+            apply(manifest, restored.table.outline, partial(fetch_object, bucket), bits)
         return replace(restored, bits=bits)
 
     return along(bucket, run, version, load)
@@ -170,18 +168,7 @@ def _load_anchor(bucket: Get, manifest: Manifest, table: StateTable) -> dict[str
             spec = tensor.spec
             held = body[tensor.offset : tensor.offset + spec.num_bytes]
             bits[spec.name] = np.frombuffer(held, spec.bits_dtype).copy()
-    for number in range(table.outline.num_tiles):
-        spec, tile = table.outline.place(number)
-        if tile_digest(tile.take(bits[spec.name])) != int(table.tiles[number]):
-            raise CorruptError(f"{spec.name} tile {tile.index} isn't that of anchor {manifest.version}")
+    wrong = first_wrong(table, bits)
+    if wrong is not None:
+        raise CorruptError(f"{wrong} isn't that of anchor {manifest.version}")
     return bits
-
-
-def _apply_delta(bucket: Get, manifest: Manifest, outline: Outline, bits: Mapping[str, Bits]) -> None:
-    """Apply a delta in place, object by object, so that one object is held at a time."""
-    for index, entries in groupby(manifest.listed(), lambda entry: entry.object):
-        pack = memoryview(fetch_object(bucket, manifest.objects[index]))
-        for entry in entries:
-            places = places_of(outline, entry)
-            body = pack[entry.offset : entry.offset + entry.length]
-            apply_taken(places, entry, body, take(places, bits.__getitem__), bits.__getitem__)
