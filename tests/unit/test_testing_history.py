@@ -47,26 +47,25 @@ def asked(name: str = "r1", prompt: tuple[int, ...] = (1, 2, 3), *, state: str =
         request_id=RequestId(name),
         prompt_ids=prompt,
         sampling=SamplingSpec(max_tokens=4),
-        policy=PolicyConstraint(**{bound: Version(version) for bound, version in policy.items()}),
+        policy=PolicyConstraint(**{bound: Version(version) for bound, version in policy.items()}),  # type: ignore[arg-type]
     )
     return Accepted(replica=REPLICA, boot=BOOT, request=request, state=state)
 
 
 def answered(accepted: Accepted, *versions: int, cached: int = 0, built_by: int | None = None) -> list[Event]:
     """A whole answer, by these versions, with nothing wrong in it."""
-    request, tokens = accepted.request, list[int]()
+    request, steps = accepted.request, list[TokenStep]()
     events: list[Event] = [accepted]
     prompt_version = Version(versions[0] if built_by is None else built_by)
     origin = Origin(
         replica=REPLICA, boot=BOOT, run=RunId("demo"), seed=5, cached_tokens=cached, prompt_version=prompt_version
     )
     for index, version in enumerate(versions):
-        marks = [MARKS[one] for one in versions[: index + 1]]
-        token, logprob = replayed(request, 5, [*tokens, 0], marks)[-1]
-        tokens.append(token)
         finish = Finish.LENGTH if index == len(versions) - 1 else None
-        step = TokenStep(token_id=token, logprob=logprob, version=Version(version), finish=finish)
-        events.append(Sampled(request=request.request_id, origin=origin, step=step))
+        blank = TokenStep(token_id=0, logprob=0.0, version=Version(version), finish=finish)
+        token, logprob = replayed(request, 5, [*steps, blank], dict(enumerate(MARKS)))[-1]  # type: ignore[arg-type]
+        steps.append(replace(blank, token_id=token, logprob=logprob))
+        events.append(Sampled(request=request.request_id, origin=origin, step=steps[-1]))
     return [*events, Ended(request=request.request_id, finish=Finish.LENGTH)]
 
 

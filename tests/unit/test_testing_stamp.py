@@ -42,8 +42,9 @@ async def steps_of(answer: Answer) -> list[TokenStep]:
 
 def proved(asked: CompletionRequest, steps: list[TokenStep], marks: list[int]) -> bool:
     """Whether those weights make those tokens."""
-    tokens = [step.token_id for step in steps]
-    return [(step.token_id, step.logprob) for step in steps] == replayed(asked, 0, tokens, marks)
+    claimed = [replace(step, version=Version(mark)) for step, mark in zip(steps, marks, strict=True)]
+    right = replayed(asked, 0, claimed, {Version(mark): mark for mark in marks})
+    return [(step.token_id, step.logprob) for step in steps] == right
 
 
 @pytest.mark.parametrize(
@@ -72,16 +73,17 @@ def test_every_mix_of_two_versions_makes_another_token() -> None:
     one, asked = request(1), {}
     for chosen in range(2 ** len(SPECS)):
         mixed = {name: weights_at(chosen >> place & 1)[name] for place, name in enumerate(SPECS)}
-        asked[chosen] = replayed(one, 0, [0], [weights_mark(mixed)])[0]
+        step = TokenStep(token_id=0, logprob=0.0, version=Version(0))
+        asked[chosen] = replayed(one, 0, [step], {Version(0): weights_mark(mixed)})[0]
     assert len(set(asked.values())) == len(asked)
 
 
 @pytest.mark.parametrize("stale", range(3))
 def test_any_stale_row_of_the_prompt_makes_another_key(stale: int) -> None:
-    rows = built((), (1, 2, 3), OLD)
-    wrong = built(rows[:stale], (1, 2, 3)[stale : stale + 1], NEW)
-    assert built(wrong, (1, 2, 3)[stale + 1 :], OLD)[-1:] != rows[-1:]
-    assert built((*rows[:stale], *wrong), (1, 2, 3)[stale + 1 :], OLD)[-1:] != rows[-1:]
+    rows = built((), (1, 2, 3), OLD, Version(0))
+    wrong = built(rows[:stale], (1, 2, 3)[stale : stale + 1], NEW, Version(0))
+    assert built(wrong, (1, 2, 3)[stale + 1 :], OLD, Version(0))[-1:] != rows[-1:]
+    assert built((*rows[:stale], *wrong), (1, 2, 3)[stale + 1 :], OLD, Version(0))[-1:] != rows[-1:]
 
 
 async def test_tokens_are_what_the_weights_make(engine: StampEngine) -> None:
@@ -171,8 +173,8 @@ async def test_labels_are_told_in_the_pause() -> None:
 
 
 def test_a_row_is_a_value() -> None:
-    (row,) = built((), (7,), OLD)
-    assert row == KvRow(token=7, mark=OLD, key=row.key)
+    (row,) = built((), (7,), OLD, Version(0))
+    assert row == KvRow(token=7, mark=OLD, version=Version(0), key=row.key)
 
 
 class TestTheWholeContract(EngineTests):

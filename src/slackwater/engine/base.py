@@ -4,20 +4,25 @@ An engine generates under one set of weights and can exchange them between two s
 
 1. ``read`` old bits while serving: the caller decodes and checks the delta against them.
 2. ``stage`` while serving: the engine translates to its own storages and saves what undo needs.
-3. ``commit``: at the next step boundary, write everything, flip the label and the cache namespace.
-4. ``undo`` puts back what the last commit replaced, at a step boundary too.
+3. ``drain``, where answers under way are to end under the old weights.
+4. ``commit``: at the next step boundary, write everything, flip the label and the cache namespace.
+5. ``undo`` puts back what the last commit replaced, at a step boundary too.
 
 Implementations live on one event loop; methods may be called concurrently where they don't say otherwise.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from slackwater.checkpoint.tensor import Bits, TensorSpec, Tile, TileWrite
+from slackwater.config.in_flight import InFlight
 from slackwater.ids import Version
 from slackwater.rollout.completer import Answer
 from slackwater.rollout.request import CompletionRequest
+
+Proof = Callable[[], str | None]
+"""Looks at the bits that a commit has written, and says what is wrong with them. Blocks; any thread."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,11 +102,15 @@ class Engine(TileReader, Protocol):
         """This moment. Cheap, any thread."""
         ...
 
-    async def generate(self, request: CompletionRequest) -> Answer:
+    async def generate(self, request: CompletionRequest, *, ahead: bool = False) -> Answer:
         """Queue a request; tokens carry the version that samples them. The policy is checked in the step that
-        samples the first token: unmet, iteration raises PolicyUnmetError before any token. Answers in flight
-        keep their KV over a commit (mode *continue*); answers that have no token yet start over under the new
-        weights, so one version builds a whole prompt's KV.
+        samples the first token: unmet, iteration raises PolicyUnmetError before any token. `InFlight` says what a
+        commit does to answers that have tokens; those that have none start over under the new weights, so one
+        version builds a whole prompt's KV.
+
+        Args:
+            request: What is asked for.
+            ahead: Before all that wait: for the replica's own checks.
 
         Raises:
             InvalidInputError: Prompt plus one token exceeds the window, or a token id is outside the vocabulary.
@@ -123,17 +132,53 @@ class Engine(TileReader, Protocol):
         """
         ...
 
-    async def commit(self, staged: Staged, version: Version) -> CommitReport:
+    async def drain(self) -> None:
+        """Give no further answer its first token, and return once every answer that has one has ended.
+
+        Answers that have none wait, until the next commit or undo, whatever comes of it, or until `proceed`. Cancelled,
+        it is as if `proceed` were called.
+        """
+        ...
+
+    def proceed(self) -> None:
+        """End a drain without an exchange. Nothing where there is none."""
+        ...
+
+    async def commit(
+        self,
+        staged: Staged,
+        version: Version,
+        *,
+        in_flight: InFlight = InFlight.CONTINUE,
+        proof: Proof | None = None,
+    ) -> CommitReport:
         """At the next step boundary: write all of ``staged``, label the weights ``version``, flip the cache
         namespace. All or nothing: on any error the old bits are put back before it is raised.
+
+        Args:
+            staged: Writes that were staged on the weights in place.
+            version: The new label.
+            in_flight: What becomes of answers that have tokens. For ``DRAIN`` they have ended by now: what is left is
+                treated as for ``ABORT``.
+            proof: Called once everything is written, before the label flips; no token is made meanwhile. If it finds
+                something wrong the commit fails.
 
         Raises:
             SwapError: It failed; the old version is in place and serves.
         """
         ...
 
-    async def undo(self, staged: Staged, version: Version) -> CommitReport:
+    async def undo(
+        self, staged: Staged, version: Version, *, in_flight: InFlight = InFlight.CONTINUE, spoilt: bool = False
+    ) -> CommitReport:
         """Put back what the commit of ``staged``, the last one, replaced, and label the weights ``version``.
+
+        Args:
+            staged: The last commit's.
+            version: The label from before it.
+            in_flight: As for `commit`.
+            spoilt: The weights that go were not what their label says: answers with tokens of theirs end in an
+                UnavailableError, and their KV is never reused.
 
         Raises:
             SwapError: ``staged`` isn't the last commit.

@@ -1,6 +1,6 @@
 """What an answer proves of itself: tokens with their log-probabilities, policy versions, replica and end."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -17,8 +17,19 @@ class Finish(StrEnum):
     """``max_tokens`` or the context window."""
     ABORT = "abort"
     """The caller or an operator ended it; the tokens so far stand."""
+    SWAPPED = "swapped"
+    """The replica exchanged its weights in a mode that ends answers under way; the tokens so far stand."""
     POLICY_CHANGED = "policy_changed"
     """``exact_version`` was asked for and the replica moved on; the tokens so far stand."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicySpan:
+    """Tokens or rows of KV ``[start, end)`` were made by ``version``."""
+
+    version: Version
+    start: int
+    end: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +45,11 @@ class TokenStep:
     """The most probable tokens, falling; at most ``top_logprobs`` and only those of the distribution's support."""
     top_logprobs: tuple[float, ...] = ()
     """As long as ``top_ids``; of the same distribution as ``logprob``."""
+    kv: tuple[PolicySpan, ...] = ()
+    """Which versions built the KV of all positions before this token. Told where it isn't as `kv_spans` assumes: at the
+    first token if other versions built rows of the prompt, and at the first one after everything was recomputed."""
+    provisional: bool = False
+    """The bits of ``version`` had not been compared with its manifest yet."""
     finish: Finish | None = None
     """Set on the last token of the answer, and only there."""
 
@@ -49,18 +65,20 @@ class Origin:
     seed: int
     """The seed that the draws used: the request's, or the one the replica picked."""
     cached_tokens: int = 0
-    """Prompt tokens whose KV was reused, always of the version that samples the first token."""
+    """Prompt tokens whose KV was reused: of the version that samples the first token, or of any where the request
+    takes it."""
     prompt_version: Version | None = None
-    """The version that built the prompt's KV; None where it isn't known yet."""
+    """The version that built the prompt's KV; None where it isn't known yet, or where several did."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PolicySpan:
-    """Completion tokens ``[start, end)`` were sampled by ``version``."""
-
-    version: Version
-    start: int
-    end: int
+def grown(before: tuple[PolicySpan, ...], version: Version, end: int) -> tuple[PolicySpan, ...]:
+    """Spans that reach to ``end``, what is new being of ``version``. As they are where they reach there already."""
+    start = before[-1].end if before else 0
+    if end <= start:
+        return before
+    if before and before[-1].version == version:
+        return (*before[:-1], PolicySpan(version=version, start=before[-1].start, end=end))
+    return (*before, PolicySpan(version=version, start=start, end=end))
 
 
 def spans(versions: Iterable[Version]) -> tuple[PolicySpan, ...]:
@@ -68,13 +86,22 @@ def spans(versions: Iterable[Version]) -> tuple[PolicySpan, ...]:
 
     Example: ``7, 7, 8`` gives ``[7, 0, 2)`` and ``[8, 2, 3)``.
     """
-    folded: list[PolicySpan] = []
+    folded: tuple[PolicySpan, ...] = ()
     for index, version in enumerate(versions):
-        if folded and folded[-1].version == version:
-            folded[-1] = PolicySpan(version=version, start=folded[-1].start, end=index + 1)
-        else:
-            folded.append(PolicySpan(version=version, start=index, end=index + 1))
-    return tuple(folded)
+        folded = grown(folded, version, index + 1)
+    return folded
+
+
+def kv_spans(prompt_tokens: int, steps: Sequence[TokenStep]) -> tuple[PolicySpan, ...]:
+    """Which versions built the KV that an answer ended with: positions of the prompt, then of the completion.
+
+    The last token has no row yet. Where steps don't tell otherwise, the version that samples the first token built the
+    prompt's rows, and each later one built the row of the token before it.
+    """
+    built: tuple[PolicySpan, ...] = ()
+    for index, step in enumerate(steps):
+        built = step.kv or grown(built, step.version, prompt_tokens + index)
+    return built
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

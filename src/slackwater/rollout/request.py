@@ -63,6 +63,8 @@ class PolicyConstraint:
     """The first token is sampled by this version or a later one."""
     exact_version: Version | None = None
     """Every token is sampled by this version; a swap ends the answer with `Finish.POLICY_CHANGED`."""
+    any_kv: bool = False
+    """KV that other versions built may be reused for the prompt; the answer's KV spans tell of it."""
 
     def __post_init__(self) -> None:
         lower, exact = self.min_version, self.exact_version

@@ -10,15 +10,16 @@ import asyncio
 import hashlib
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import count
 
 import numpy as np
 
 from slackwater.checkpoint.tensor import Bits, TensorSpec, Tile, TileWrite
-from slackwater.engine.base import CommitReport, EngineDescription, EngineStats, Staged
+from slackwater.config.in_flight import InFlight
+from slackwater.engine.base import CommitReport, EngineDescription, EngineStats, Proof, Staged
 from slackwater.errors import (
     InvalidInputError,
     NotFoundError,
@@ -29,8 +30,9 @@ from slackwater.errors import (
 )
 from slackwater.ids import BootId, ReplicaId, RunId, Version
 from slackwater.rollout.completer import Answer
-from slackwater.rollout.evidence import Finish, Origin, TokenStep
+from slackwater.rollout.evidence import Finish, Origin, PolicySpan, TokenStep, grown
 from slackwater.rollout.request import CompletionRequest
+from slackwater.testing.runs import TableAnswer, TableRun
 
 VOCAB_SIZE = 1000
 """Tokens that a table engine draws from."""
@@ -102,63 +104,6 @@ class EngineFaults:
     """Commits and undos begin and never end, until this is unset and `TableEngine.release` is called."""
 
 
-@dataclass(eq=False, kw_only=True)
-class TableRun:
-    """One answer inside the engine."""
-
-    request: CompletionRequest
-    origin: Origin
-    limit: int
-    chain: bytes
-    """Stands for the KV so far."""
-    steps: "asyncio.Queue[TokenStep | SlackwaterError | None]" = field(
-        default_factory=asyncio.Queue[TokenStep | SlackwaterError | None]
-    )
-    made: int = 0
-    last: int = -1
-    """The last token made."""
-    finish: Finish | None = None
-    ended: bool = False
-
-    def end(self, finish: Finish | None, last: SlackwaterError | None = None) -> None:
-        """End it, once: with a finish, or with an error that its reader is given."""
-        if not self.ended:
-            self.ended = True
-            self.finish = finish
-            self.steps.put_nowait(last)
-
-
-class TableAnswer:
-    """See `slackwater.rollout.completer.Answer`."""
-
-    def __init__(self, run: TableRun) -> None:
-        self._run = run
-
-    @property
-    def origin(self) -> Origin:
-        """See `Answer.origin`."""
-        return self._run.origin
-
-    @property
-    def finish(self) -> Finish | None:
-        """See `Answer.finish`."""
-        return self._run.finish
-
-    async def __aiter__(self) -> AsyncIterator[TokenStep]:
-        """See `Answer.__aiter__`."""
-        steps = self._run.steps
-        while not (self._run.ended and steps.empty()) and (item := await steps.get()) is not None:
-            if isinstance(item, SlackwaterError):
-                raise item
-            yield item
-            if item.finish is not None:
-                return
-
-    async def aclose(self) -> None:
-        """See `Answer.aclose`."""
-        self._run.end(Finish.ABORT)
-
-
 class TableEngine:
     """A full engine over ``weights``: canonical name to flat bits, which it copies.
 
@@ -192,7 +137,9 @@ class TableEngine:
         self._last: TableStaged | None = None
         self._generation = 0
         self._seeds = count(1)
-        self._cached: set[tuple[int, ...]] = set()
+        self._cached: dict[tuple[int, ...], Version] = {}
+        self._older: dict[tuple[int, ...], Version] = {}
+        self._draining = False
         self._steps_allowed: int | None = None
         self._wake = asyncio.Event()
         self._loop: asyncio.Task[None] | None = None
@@ -245,7 +192,7 @@ class TableEngine:
         failure = "the engine is closed" if self._closed else ""
         return EngineStats(version=self._version, active=active, waiting=live - active, failure=failure)
 
-    async def generate(self, request: CompletionRequest) -> Answer:
+    async def generate(self, request: CompletionRequest, *, ahead: bool = False) -> Answer:
         """See `Engine.generate`."""
         self._check_open()
         room = self._window - len(request.prompt_ids)
@@ -261,7 +208,8 @@ class TableEngine:
             limit=min(wanted, room),
             chain=_prompt_chain(request.prompt_ids),
         )
-        self._runs.append(run)
+        begun = sum(bool(other.made) for other in self._runs)
+        self._runs.insert(begun if ahead else len(self._runs), run)
         self._kick()
         return TableAnswer(run)
 
@@ -288,15 +236,40 @@ class TableEngine:
         saved = tuple(write.tile.take(self._weights[write.name]).copy() for write in writes)
         return TableStaged(writes=tuple(writes), saved=saved, generation=self._generation)
 
-    async def commit(self, staged: Staged, version: Version) -> CommitReport:
+    async def drain(self) -> None:
+        """See `Engine.drain`."""
+        self._check_open()
+        self._draining = True
+        try:
+            for run in [run for run in self._runs if run.made]:
+                await run.over.wait()
+        except asyncio.CancelledError:
+            self.proceed()
+            raise
+
+    def proceed(self) -> None:
+        """See `Engine.proceed`."""
+        self._draining = False
+        self._kick()
+
+    async def commit(
+        self,
+        staged: Staged,
+        version: Version,
+        *,
+        in_flight: InFlight = InFlight.CONTINUE,
+        proof: Proof | None = None,
+    ) -> CommitReport:
         """See `Engine.commit`."""
         ours = _ours(staged)
-        return await self._between_steps(lambda: self._commit(ours, version))
+        return await self._between_steps(lambda: self._commit(ours, version, in_flight, proof))
 
-    async def undo(self, staged: Staged, version: Version) -> CommitReport:
+    async def undo(
+        self, staged: Staged, version: Version, *, in_flight: InFlight = InFlight.CONTINUE, spoilt: bool = False
+    ) -> CommitReport:
         """See `Engine.undo`."""
         ours = _ours(staged)
-        return await self._between_steps(lambda: self._undo(ours, version))
+        return await self._between_steps(lambda: self._undo(ours, version, in_flight, spoilt=spoilt))
 
     async def abort_all(self) -> int:
         """See `Engine.abort_all`."""
@@ -340,7 +313,17 @@ class TableEngine:
         self._kick()
         return await future
 
-    def _commit(self, staged: TableStaged, version: Version) -> CommitReport:
+    def _commit(self, staged: TableStaged, version: Version, in_flight: InFlight, proof: Proof | None) -> CommitReport:
+        self._write(staged)
+        if proof is not None and (wrong := proof()) is not None:
+            self._restore(staged)
+            raise SwapError(f"{wrong} was not what it should be")
+        self._last = staged
+        self.commits += 1
+        return self._flip(staged, version, in_flight, spoilt=None)
+
+    def _write(self, staged: TableStaged) -> None:
+        """Write all, or none where a fault is scripted."""
         fail_at, self.faults.commit_at_write = self.faults.commit_at_write, None
         flip, self.faults.flip_bit = self.faults.flip_bit, False
         if staged.generation != self._generation:
@@ -355,11 +338,8 @@ class TableEngine:
             raise SwapError("the commit failed after its last write")
         if flip and staged.writes:
             self._spoil(staged.writes[0])
-        self._last = staged
-        self.commits += 1
-        return self._flip(staged, version)
 
-    def _undo(self, staged: TableStaged, version: Version) -> CommitReport:
+    def _undo(self, staged: TableStaged, version: Version, in_flight: InFlight, *, spoilt: bool) -> CommitReport:
         fail, self.faults.undo = self.faults.undo, False
         flip, self.faults.flip_undo = self.faults.flip_undo, False
         if fail or staged is not self._last:
@@ -368,7 +348,7 @@ class TableEngine:
         if flip and staged.writes:
             self._spoil(staged.writes[0])
         self._last = None
-        return self._flip(staged, version)
+        return self._flip(staged, version, in_flight, spoilt=self._version if spoilt else None)
 
     def _restore(self, staged: TableStaged) -> None:
         for write, saved in zip(staged.writes, staged.saved, strict=True):
@@ -377,22 +357,45 @@ class TableEngine:
     def _spoil(self, write: TileWrite) -> None:
         self._weights[write.name][write.tile.start] ^= 1
 
-    def _flip(self, staged: TableStaged, version: Version) -> CommitReport:
+    def _flip(
+        self, staged: TableStaged, version: Version, in_flight: InFlight, *, spoilt: Version | None
+    ) -> CommitReport:
         begun = time.perf_counter()
         self._version = version
         self._stamp = self.stamp
         self._generation += 1
+        self._older.update(self._cached)
+        self._older = {prompt: by for prompt, by in self._older.items() if by != spoilt}
         self._cached.clear()
         for run in self._runs:
-            exact = run.request.policy.exact_version
-            if run.made and exact is not None and exact != version:
-                run.end(Finish.POLICY_CHANGED)
+            if run.made and not run.ended:
+                self._turn(run, in_flight, spoilt)
         written = sum(write.values.nbytes for write in staged.writes)
         return CommitReport(
             pause_s=time.perf_counter() - begun,
             bytes_written=written,
             in_flight=self.stats().active,
         )
+
+    def _turn(self, run: TableRun, in_flight: InFlight, spoilt: Version | None) -> None:
+        """Do with an answer that has tokens what an exchange does."""
+        exact = run.request.policy.exact_version
+        if spoilt is not None and run.version == spoilt:
+            run.end(None, UnavailableError(f"version {spoilt} was taken back"))
+        elif exact not in (None, self._version):
+            run.end(Finish.POLICY_CHANGED)
+        elif in_flight in (InFlight.ABORT, InFlight.DRAIN):
+            run.end(Finish.SWAPPED)
+        elif in_flight is InFlight.RECOMPUTE:
+            self._recompute(run)
+            rows = len(run.request.prompt_ids) + run.made
+            run.kv = (PolicySpan(version=self._version, start=0, end=rows),)
+
+    def _recompute(self, run: TableRun) -> None:
+        """Build the KV of an answer's prompt and tokens anew."""
+        run.chain = _prompt_chain(run.request.prompt_ids)
+        for token in run.tokens:
+            run.chain = _extend(run.chain, self._stamp, token)
 
     def _kick(self) -> None:
         self._wake.set()
@@ -417,15 +420,18 @@ class TableEngine:
                 future.set_result(change())
             except SlackwaterError as error:
                 future.set_exception(error)
+            finally:
+                self._draining = False
 
     def _step(self) -> bool:
         """One token for each active answer; False where there is nothing to do."""
         self._runs = [run for run in self._runs if not run.ended]
-        if not self._runs or self._steps_allowed == 0 or (self.faults.stall and self._controls):
+        able = [run for run in self._runs[: self._slots] if run.made or not self._draining]
+        if not able or self._steps_allowed == 0 or (self.faults.stall and self._controls):
             return False
         if self._steps_allowed is not None:
             self._steps_allowed -= 1
-        for run in self._runs[: self._slots]:
+        for run in able:
             self._sample(run)
         return True
 
@@ -437,25 +443,21 @@ class TableEngine:
                 message = f"the replica holds version {held}, not {request.policy}"
                 run.end(None, PolicyUnmetError(message, versions=(held,)))
                 return
-            run.origin = self._prefilled(run)
+            self._prefill(run)
         token, logprob = self._next(run)
-        run.made += 1
         logprob = 0.0 if request.sampling.temperature == 0 else logprob
-        finish = _finish(run, token)
         some = bool(request.sampling.top_logprobs)
-        run.steps.put_nowait(
+        run.give(
             TokenStep(
                 token_id=token,
                 logprob=logprob,
                 version=self._version,
                 top_ids=(token,) if some else (),
                 top_logprobs=(logprob,) if some else (),
-                finish=finish,
+                kv=run.kv,
+                finish=run.finish_with(token),
             )
         )
-        if finish is not None:
-            run.finish = finish
-            run.ended = True
 
     def _next(self, run: TableRun) -> tuple[int, float]:
         """A run's next token and its log-probability; takes the token into the run's KV."""
@@ -464,19 +466,20 @@ class TableEngine:
         run.chain = _extend(run.chain, self._stamp, token)
         return token, -1.0 - run.chain[8] / 256
 
-    def _prefilled(self, run: TableRun) -> Origin:
+    def _prefill(self, run: TableRun) -> None:
+        """Build the KV of a run's prompt, or take what there is of it."""
         prompt = run.request.prompt_ids
-        cached = len(prompt) if prompt in self._cached else 0
-        self._cached.add(prompt)
-        return replace(run.origin, prompt_version=self._version, cached_tokens=cached)
+        known = {**self._older, **self._cached} if run.request.policy.any_kv else self._cached
+        cached = len(prompt) if prompt in known else 0
+        self._seated(run, cached, grown((), known.get(prompt, self._version), len(prompt)))
+        self._cached.setdefault(prompt, self._version)
 
-
-def _finish(run: TableRun, token: int) -> Finish | None:
-    if run.request.forced_ids and run.made == len(run.request.forced_ids):
-        return Finish.STOP
-    if token in run.request.sampling.stop_token_ids:
-        return Finish.STOP
-    return Finish.LENGTH if run.made >= run.limit else None
+    def _seated(self, run: TableRun, cached: int, kv: tuple[PolicySpan, ...]) -> None:
+        """Note who has built the KV of a run's prompt, ``cached`` tokens of it before."""
+        builders = {span.version for span in kv}
+        run.kv = () if builders == {self._version} else kv
+        built_by = builders.pop() if len(builders) == 1 else None
+        run.origin = replace(run.origin, prompt_version=built_by, cached_tokens=cached)
 
 
 def _ours(staged: Staged) -> TableStaged:

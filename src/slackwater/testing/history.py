@@ -7,14 +7,16 @@ where a bound is measured.
 The checks, by the numbers that violations carry:
 
 ====  ==================================================================================================
-I1    each token and log-probability is what the labelled weights make of the prompt and the tokens before
+I1    each token and log-probability is what the labelled weights make of the prompt and the tokens before, with the KV
+      that the answer tells of; one that is said to be provisional may be wrong
 I2    no label before its version was committed; none that the request did not admit
 I3    the versions of one boot fall only where an operator asked for an older one
 I4    a version has one state digest, for all readers, for ever
 I5    each accepted request ends exactly once, and gives no token after its end
 I6    what is reported of the tokens covers exactly the tokens, within what was asked for
 I7    a request is accepted in state ``serving`` alone
-I8    KV is reused only of the version that samples the first token, and only where some prompt built it
+I8    KV is reused only of the version that samples the first token, or of any where the request takes it, and only
+      where some prompt built it
 I9    a call ends within its bound
 I10   once faults have stopped, every replica that is up reaches the target in time
 ====  ==================================================================================================
@@ -24,10 +26,11 @@ I1 is an equality: it needs the answers of `slackwater.testing.stamp.StampEngine
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import lt
 from typing import Final, TypeVar
 
 from slackwater.ids import BootId, ReplicaId, RequestId, StateDigest, Version
-from slackwater.rollout.evidence import Finish, Origin, TokenStep
+from slackwater.rollout.evidence import Finish, Origin, PolicySpan, TokenStep, kv_spans
 from slackwater.rollout.request import CompletionRequest
 from slackwater.testing.stamp import replayed
 
@@ -189,13 +192,11 @@ def tokens_are_their_labels(history: History) -> Iterator[str]:
     marks = {one.version: one.mark for one in _only(history, Published)}
     for answer in answers(history):
         steps = answer.steps
-        if not steps or any(step.version not in marks for step in steps):  # I2 tells of those
+        if not steps or any(version not in marks for version in _named(steps)):  # I2 tells of those
             continue
-        tokens = [step.token_id for step in steps]
-        seed, labels = answer.sampled[0].origin.seed, [marks[step.version] for step in steps]
-        right = replayed(answer.accepted.request, seed, tokens, labels)
+        right = replayed(answer.accepted.request, answer.sampled[0].origin.seed, steps, marks)
         for index, (step, pair) in enumerate(zip(steps, right, strict=True)):
-            if (step.token_id, step.logprob) != pair:
+            if (step.token_id, step.logprob) != pair and not step.provisional:
                 yield f"token {index} of {answer.name} is not what version {step.version} makes there"
                 break
 
@@ -284,12 +285,16 @@ def kv_is_of_one_version(history: History) -> Iterator[str]:
     for place, answer in enumerate(whole):
         if not answer.steps:
             continue
-        origin, version = answer.sampled[0].origin, answer.steps[0].version
-        if origin.prompt_version != version:
-            yield f"the prompt of {answer.name} was built by {origin.prompt_version}, its first token by {version}"
+        origin, first = answer.sampled[0].origin, answer.steps[0]
+        prompt = len(answer.accepted.request.prompt_ids)
+        builders = {span.version for span in kv_spans(prompt, answer.steps[:1])}
+        if builders != {first.version} and not answer.accepted.request.policy.any_kv:
+            yield f"the prompt of {answer.name} was built by {sorted(builders)}, its first token by {first.version}"
+        if origin.prompt_version not in (None, *builders) or (origin.prompt_version is None and len(builders) == 1):
+            yield f"{answer.name} says that {origin.prompt_version} built its prompt, which {sorted(builders)} did"
         reused = origin.cached_tokens
         if reused and not any(_built(other, answer) >= reused for other in whole[:place]):
-            yield f"{answer.name} reused {reused} tokens of KV that version {version} did not build"
+            yield f"{answer.name} reused {reused} tokens of KV that nobody built for it"
 
 
 def calls_end_in_time(history: History) -> Iterator[str]:
@@ -334,6 +339,13 @@ def _only(history: History, kind: type[E]) -> list[E]:
     return [event for event in history if isinstance(event, kind)]
 
 
+def _named(steps: Sequence[TokenStep]) -> Iterator[Version]:
+    """Every version that steps name."""
+    for step in steps:
+        yield step.version
+        yield from (span.version for span in step.kv)
+
+
 def _admitted(request: CompletionRequest, version: Version, *, first: bool) -> bool:
     exact = request.policy.exact_version
     return request.policy.admits(version) if first else exact in (None, version)
@@ -349,6 +361,8 @@ def _misalignments(answer: Answered) -> Iterator[str]:
         yield "has other tokens than were forced"
     if any(len(step.top_ids) != len(step.top_logprobs) for step in steps):
         yield "has alternatives without log-probabilities"
+    if any(step.kv and not _covers(step.kv, len(request.prompt_ids) + index) for index, step in enumerate(steps)):
+        yield "tells of other KV than there is before its token"
     if any(step.finish is not None for step in steps[:-1]):
         yield "goes on after its last token"
     if answer.ends and steps and steps[-1].finish not in (None, finish):
@@ -359,6 +373,13 @@ def _misalignments(answer: Answered) -> Iterator[str]:
         yield "names more than one origin"
 
 
+def _covers(kv: Sequence[PolicySpan], rows: int) -> bool:
+    """Whether spans are adjacent and reach from 0 to ``rows``."""
+    starts = [span.start for span in kv]
+    ends = [span.end for span in kv]
+    return starts == [0, *ends[:-1]] and ends[-1] == rows and all(map(lt, starts, ends))
+
+
 def _may_follow(before: Version, version: Version, goals: Sequence[Version | None]) -> bool:
     return version >= before or any(goal is not None and goal < before for goal in goals)
 
@@ -367,7 +388,8 @@ def _built(earlier: Answered, answer: Answered) -> int:
     """Prompt tokens of an ``earlier`` answer that this one may have reused; without a token, any version built it."""
     if earlier.accepted.boot != answer.accepted.boot:
         return 0
-    if earlier.steps and earlier.steps[0].version != answer.steps[0].version:
+    any_kv = answer.accepted.request.policy.any_kv
+    if not any_kv and earlier.steps and earlier.steps[0].version != answer.steps[0].version:
         return 0
     pair = answer.accepted.request.prompt_ids, earlier.accepted.request.prompt_ids
     differing = (index for index, (ours, theirs) in enumerate(zip(*pair, strict=False)) if ours != theirs)

@@ -12,17 +12,19 @@ built before the first token, or taken from an earlier prompt that begins alike,
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import takewhile
 
 import numpy as np
 
 from slackwater.checkpoint.tensor import Bits, TensorSpec
-from slackwater.engine.base import CommitReport
+from slackwater.config.in_flight import InFlight
+from slackwater.engine.base import CommitReport, Proof
 from slackwater.ids import BootId, ReplicaId, Version
-from slackwater.rollout.evidence import Origin
+from slackwater.rollout.evidence import PolicySpan, TokenStep, spans
 from slackwater.rollout.request import CompletionRequest
-from slackwater.testing.engine import VOCAB_SIZE, TableEngine, TableRun, TableStaged
+from slackwater.testing.engine import VOCAB_SIZE, TableEngine, TableStaged
+from slackwater.testing.runs import TableRun
 
 _ROOT = b"stamp"
 """What the first row of a prompt follows."""
@@ -47,17 +49,19 @@ class KvRow:
     token: int
     mark: int
     """Of the weights that built it."""
+    version: Version
+    """Their label."""
     key: bytes
     """16 bytes that stand for this row and all before it."""
 
 
-def built(before: Sequence[KvRow], tokens: Iterable[int], mark: int) -> tuple[KvRow, ...]:
-    """The rows of ``tokens`` after those of ``before``, built by the weights with ``mark``."""
+def built(before: Sequence[KvRow], tokens: Iterable[int], mark: int, version: Version) -> tuple[KvRow, ...]:
+    """The rows of ``tokens`` after those of ``before``, built by the weights with ``mark``, labelled ``version``."""
     rows: list[KvRow] = []
     key = before[-1].key if before else _ROOT
     for token in tokens:
         key = _hashed(key, mark, token)
-        rows.append(KvRow(token=token, mark=mark, key=key))
+        rows.append(KvRow(token=token, mark=mark, version=version, key=key))
     return tuple(rows)
 
 
@@ -72,26 +76,31 @@ def logprob(key: bytes, mark: int, token: int) -> float:
 
 
 def replayed(
-    request: CompletionRequest, seed: int, tokens: Sequence[int], marks: Sequence[int]
+    request: CompletionRequest, seed: int, steps: Sequence[TokenStep], marks: Mapping[Version, int]
 ) -> list[tuple[int, float]]:
-    """What a stamp engine that never errs gives at each position, where the ones before it gave ``tokens``.
+    """What a stamp engine that never errs gives at each position, where the ones before it gave what ``steps`` has.
 
     Args:
         request: What was asked for.
         seed: What the answer reported as its own.
-        tokens: The answer's.
-        marks: Of the weights that each token's label names; as many as ``tokens``.
+        steps: The answer's; their labels, and what they tell of the KV, are believed.
+        marks: Of the weights that the labels name.
 
     Returns:
-        Token and log-probability, as many as ``tokens``.
+        Token and log-probability, as many as ``steps``.
     """
     right: list[tuple[int, float]] = []
-    key = _ROOT
-    for index, mark in enumerate(marks):
-        fed = tokens[index - 1 : index] if index else request.prompt_ids
-        for token in fed:
-            key = _hashed(key, mark, token)
-        right.append(_sampled(request, index, key, mark, seed))
+    ids = [*request.prompt_ids, *(step.token_id for step in steps)]
+    key, rows = _ROOT, 0
+    for index, step in enumerate(steps):
+        end = len(request.prompt_ids) + index
+        if step.kv:
+            key, rows = _ROOT, 0
+        for span in step.kv or (PolicySpan(version=step.version, start=rows, end=end),):
+            for token in ids[span.start : span.end]:
+                key = _hashed(key, marks[span.version], token)
+        rows = end
+        right.append(_sampled(request, index, key, marks[step.version], seed))
     return right
 
 
@@ -116,6 +125,8 @@ class StampBugs:
     """A commit keeps the prompts' KV for later requests, in silence."""
     hide_reuse: bool = False
     """Reused KV is not reported."""
+    skip_recompute: bool = False
+    """A commit that was to have answers computed again keeps their KV, and says that they were."""
     lose_waiting: bool = False
     """A commit forgets the answers that have no token yet."""
 
@@ -143,6 +154,7 @@ class StampEngine(TableEngine):
         self._labelled = labelled
         self._mark = weights_mark(weights)
         self._prompts: list[tuple[KvRow, ...]] = []
+        self._others: list[tuple[KvRow, ...]] = []
 
     @property
     def mark(self) -> int:
@@ -158,23 +170,29 @@ class StampEngine(TableEngine):
         self._mark = self.mark
         return super()._step()
 
-    def _prefilled(self, run: TableRun) -> Origin:
+    def _prefill(self, run: TableRun) -> None:
         prompt = run.request.prompt_ids
-        shared = max((_common(rows, prompt) for rows in self._prompts), key=len, default=())
-        rows = (*shared, *built(shared, prompt[len(shared) :], self._mark))
+        offered = [*self._prompts, *self._others] if run.request.policy.any_kv else self._prompts
+        shared = max((_common(rows, prompt) for rows in offered), key=len, default=())
+        rows = (*shared, *built(shared, prompt[len(shared) :], self._mark, self._version))
         if rows != shared:
-            self._prompts.append(rows)
+            (self._prompts if _pure(rows) else self._others).append(rows)
         run.chain = rows[-1].key
-        reported = 0 if self.bugs.hide_reuse else len(shared)
-        return replace(run.origin, prompt_version=self._version, cached_tokens=reported)
+        hidden = self.bugs.hide_reuse
+        kv = spans(self._version if hidden else row.version for row in rows)
+        self._seated(run, 0 if hidden else len(shared), kv)
 
     def _next(self, run: TableRun) -> tuple[int, float]:
-        if run.made:
-            run.chain = _hashed(run.chain, self._mark, run.last)
-        run.last, evidence = _sampled(run.request, run.made, run.chain, self._mark, run.origin.seed)
-        return run.last, evidence
+        if run.made and not run.kv:
+            run.chain = _hashed(run.chain, self._mark, run.tokens[-1])
+        return _sampled(run.request, run.made, run.chain, self._mark, run.origin.seed)
 
-    def _commit(self, staged: TableStaged, version: Version) -> CommitReport:
+    def _recompute(self, run: TableRun) -> None:
+        if not self.bugs.skip_recompute:
+            tokens = (*run.request.prompt_ids, *run.tokens)
+            run.chain = built((), tokens, weights_mark(self._weights), self._version)[-1].key
+
+    def _commit(self, staged: TableStaged, version: Version, in_flight: InFlight, proof: Proof | None) -> CommitReport:
         if self.bugs.early_label:
             self._version = version
             self._step()
@@ -182,18 +200,26 @@ class StampEngine(TableEngine):
             for write in staged.writes[: len(staged.writes) // 2]:
                 write.put(self._weights[write.name])
             self._step()
-        return super()._commit(staged, version)
+        return super()._commit(staged, version, in_flight, proof)
 
-    def _flip(self, staged: TableStaged, version: Version) -> CommitReport:
+    def _flip(
+        self, staged: TableStaged, version: Version, in_flight: InFlight, *, spoilt: Version | None
+    ) -> CommitReport:
         if not self.bugs.keep_kv:
+            self._others += self._prompts
             self._prompts.clear()
+        self._others = [rows for rows in self._others if all(row.version != spoilt for row in rows)]
         if self.bugs.lose_waiting:
             self._runs = [run for run in self._runs if run.made]
         if self._labelled is not None:
             self._labelled(version)
-        return super()._flip(staged, version)
+        return super()._flip(staged, version, in_flight, spoilt=spoilt)
 
 
 def _common(rows: tuple[KvRow, ...], prompt: tuple[int, ...]) -> tuple[KvRow, ...]:
     alike = takewhile(lambda pair: pair[0].token == pair[1], zip(rows, prompt, strict=False))
     return tuple(row for row, _ in alike)
+
+
+def _pure(rows: tuple[KvRow, ...]) -> bool:
+    return len({row.version for row in rows}) == 1

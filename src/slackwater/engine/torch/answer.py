@@ -23,6 +23,7 @@ class TorchAnswer:
         self._abandon: Final = abandon
         self._finish: Finish | None = None
         self._failure: SlackwaterError | None = None
+        self._begun = False
         self._steps: Final[asyncio.Queue[TokenStep | None]] = asyncio.Queue()
 
     @property
@@ -40,8 +41,14 @@ class TorchAnswer:
         """Whether no more tokens will be pushed."""
         return self._finish is not None or self._failure is not None
 
-    def began(self, *, cached_tokens: int, prompt_version: Version) -> None:
+    @property
+    def under_way(self) -> bool:
+        """Whether it has a token and has not ended."""
+        return self._begun and not self.over
+
+    def began(self, *, cached_tokens: int, prompt_version: Version | None) -> None:
         """Complete the origin; before the first token."""
+        self._begun = True
         self._origin = replace(self._origin, cached_tokens=cached_tokens, prompt_version=prompt_version)
 
     def push(self, step: TokenStep) -> None:
@@ -72,7 +79,7 @@ class TorchAnswer:
         Raises:
             PolicyUnmetError: The weights in place were not what the request admits.
             CorruptError: The weights in place make logits that are no numbers.
-            UnavailableError: The engine died.
+            UnavailableError: The engine died, or the weights that made the last tokens were taken back.
         """
         step = None if self.over and self._steps.empty() else await self._steps.get()
         if step is not None:

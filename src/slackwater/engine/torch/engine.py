@@ -10,7 +10,8 @@ from typing import Final, TypeVar
 
 from slackwater.checkpoint.tensor import Bits, TensorSpec, Tile, TileWrite
 from slackwater.clock import Clock, SystemClock
-from slackwater.engine.base import CommitReport, EngineDescription, EngineStats, Staged
+from slackwater.config.in_flight import InFlight
+from slackwater.engine.base import CommitReport, EngineDescription, EngineStats, Proof, Staged
 from slackwater.engine.scatter import warm
 from slackwater.engine.torch.answer import TorchAnswer
 from slackwater.engine.torch.core import Core, shapes
@@ -42,6 +43,7 @@ class TorchEngine:
         self._answers: Final[dict[int, TorchAnswer]] = {}
         self._keys: Final = count()
         self._failure = ""
+        self._quiet: Final = asyncio.Event()
         self._version = core.version
         self._events: Final = asyncio.get_running_loop()
         self._loop: Final = StepLoop(
@@ -120,7 +122,7 @@ class TorchEngine:
             failure=self._failure,
         )
 
-    async def generate(self, request: CompletionRequest) -> TorchAnswer:
+    async def generate(self, request: CompletionRequest, *, ahead: bool = False) -> TorchAnswer:
         """See `Engine.generate`."""
         core = self._living()
         core.check(request)
@@ -128,7 +130,7 @@ class TorchEngine:
         seed = secrets.randbits(63) if request.sampling.seed is None else request.sampling.seed
         answer = TorchAnswer(self._origin_of(seed), abandon=lambda: self._abandon(key))
         self._answers[key] = answer
-        self._loop.between_steps(lambda: core.add(key, request, seed=seed))
+        self._loop.between_steps(lambda: core.add(key, request, seed=seed, ahead=ahead))
         return answer
 
     def tensors(self) -> Mapping[str, TensorSpec]:
@@ -143,13 +145,41 @@ class TorchEngine:
         """See `Engine.stage`."""
         return await asyncio.to_thread(self._bits().stage, writes)
 
-    async def commit(self, staged: Staged, version: Version) -> CommitReport:
-        """See `Engine.commit`."""
-        return await self._exchange(self._bits().commit, staged, version)
+    async def drain(self) -> None:
+        """See `Engine.drain`."""
+        core = self._living()
+        try:
+            await self._between_steps(core.drain)
+            self._quiet.clear()
+            self._look_for_quiet()
+            await self._quiet.wait()
+        except asyncio.CancelledError:
+            self.proceed()
+            raise
 
-    async def undo(self, staged: Staged, version: Version) -> CommitReport:
+    def proceed(self) -> None:
+        """See `Engine.proceed`."""
+        if self._core and not self._failure:
+            self._loop.between_steps(self._core.proceed)
+
+    async def commit(
+        self,
+        staged: Staged,
+        version: Version,
+        *,
+        in_flight: InFlight = InFlight.CONTINUE,
+        proof: Proof | None = None,
+    ) -> CommitReport:
+        """See `Engine.commit`."""
+        ours, weights = _ours(staged), self._bits()
+        return await self._exchange(lambda: weights.commit(ours, proof), version, in_flight, spoilt=False)
+
+    async def undo(
+        self, staged: Staged, version: Version, *, in_flight: InFlight = InFlight.CONTINUE, spoilt: bool = False
+    ) -> CommitReport:
         """See `Engine.undo`."""
-        return await self._exchange(self._bits().undo, staged, version)
+        ours, weights = _ours(staged), self._bits()
+        return await self._exchange(lambda: weights.undo(ours), version, in_flight, spoilt=spoilt)
 
     async def abort_all(self) -> int:
         """See `Engine.abort_all`."""
@@ -174,21 +204,25 @@ class TorchEngine:
         for answer in self._answers.values():
             answer.end(Finish.ABORT)
         self._answers.clear()
+        self._quiet.set()
         self._weights = None
 
-    async def _exchange(self, write: Callable[[StagedWrites], int], staged: Staged, version: Version) -> CommitReport:
+    async def _exchange(
+        self, write: Callable[[], int], version: Version, in_flight: InFlight, *, spoilt: bool
+    ) -> CommitReport:
         core = self._living()
-        if not isinstance(staged, StagedWrites):
-            raise SwapError("these writes were staged by another engine", hint="stage them on this one")
 
         def work() -> CommitReport:
             began = self._clock.monotonic()
-            in_flight = core.active
-            written = write(staged)
-            events = core.relabel(version)
+            active = core.active
+            try:
+                written = write()
+            finally:
+                core.proceed()
+            events = core.relabel(version, in_flight=in_flight, spoilt=spoilt)
             pause = self._clock.monotonic() - began
             self._on_event_loop(lambda: self._deliver(events))
-            return CommitReport(pause_s=pause, bytes_written=written, in_flight=in_flight - len(events))
+            return CommitReport(pause_s=pause, bytes_written=written, in_flight=active - len(events))
 
         return await self._between_steps(work)
 
@@ -197,6 +231,7 @@ class TorchEngine:
 
     def _abandon(self, key: int) -> None:
         self._answers.pop(key, None)
+        self._look_for_quiet()
         core = self._core
         if core and not self._failure:
             self._loop.between_steps(lambda: core.abort(key))
@@ -215,6 +250,12 @@ class TorchEngine:
             _tell(answer, event)
             if answer.over:
                 del self._answers[event.key]
+        self._look_for_quiet()
+
+    def _look_for_quiet(self) -> None:
+        """Tell a drain, if there is one, when no answer is under way."""
+        if not self._quiet.is_set() and not any(answer.under_way for answer in self._answers.values()):
+            self._quiet.set()
 
     def _die(self, error: Exception) -> None:
         self._failure = self._failure or f"its loop died: {error}"
@@ -222,6 +263,7 @@ class TorchEngine:
         for answer in self._answers.values():
             answer.fail(self._unavailable())
         self._answers.clear()
+        self._quiet.set()
 
     def _unavailable(self) -> SlackwaterError:
         return UnavailableError(f"the engine doesn't answer: {self._failure}", hint="start the replica again")
@@ -238,6 +280,12 @@ class TorchEngine:
 
     def _origin_of(self, seed: int) -> Origin:
         return replace(self._origin, seed=seed)
+
+
+def _ours(staged: Staged) -> StagedWrites:
+    if not isinstance(staged, StagedWrites):
+        raise SwapError("these writes were staged by another engine", hint="stage them on this one")
+    return staged
 
 
 def _tell(answer: TorchAnswer, event: Event) -> None:

@@ -11,6 +11,7 @@ from typing import Final
 import torch
 
 from slackwater.checkpoint.tensor import Bits, Tile, TileWrite
+from slackwater.config.in_flight import InFlight
 from slackwater.engine.torch.core import Core
 from slackwater.engine.torch.model import load
 from slackwater.engine.torch.sequence import Failed, Made
@@ -70,15 +71,15 @@ class Replayer:
         """See `slackwater.engine.base.TileReader.read`."""
         return self._weights.read(name, tile)
 
-    def commit(self, writes: Sequence[TileWrite], version: Version) -> None:
-        """Put other weights in place; held answers keep their KV.
+    def commit(self, writes: Sequence[TileWrite], version: Version, *, in_flight: InFlight = InFlight.CONTINUE) -> None:
+        """Put other weights in place; held answers keep their KV, or have it computed again.
 
         Raises:
             NotFoundError: A write names an unknown tensor.
             InvalidInputError: A write doesn't fit its tensor.
         """
         self._weights.commit(self._weights.stage(writes))
-        self._core.relabel(version)
+        self._core.relabel(version, in_flight=in_flight)
 
     def begin(self, answers: Mapping[str, tuple[tuple[int, ...], SamplingSpec]]) -> None:
         """Take up answers: by name, the prompt's ids and the sampling whose distribution is asked for.

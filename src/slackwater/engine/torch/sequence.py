@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from slackwater.engine.torch.sampler import Ask, Drawn
 from slackwater.errors import SlackwaterError
 from slackwater.ids import Version
-from slackwater.rollout.evidence import Finish, TokenStep
+from slackwater.rollout.evidence import Finish, PolicySpan, TokenStep, grown
 from slackwater.rollout.request import CompletionRequest
 
 
@@ -17,7 +17,8 @@ class Began:
     key: int
     cached_tokens: int
     """Prompt tokens whose KV another answer had built."""
-    prompt_version: Version
+    prompt_version: Version | None
+    """None: several versions have built it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,12 +64,29 @@ class Sequence:
     forced: list[int] = field(default_factory=list[int])
     slot: int = -1
     cached: int = 0
-    filled: int = 0
-    """Prompt tokens whose rows are in place."""
-    made: int = 0
-    """Completion tokens so far."""
-    last: int = 0
-    """The newest token; its row is written by the next step."""
+    kv: tuple[PolicySpan, ...] = ()
+    """Which versions computed the rows that prefill has put in place."""
+    tell_kv: bool = False
+    """The next token has to say so: it isn't what its reader assumes."""
+    tokens: list[int] = field(default_factory=list[int])
+    """The completion so far. The row of its newest token is written by the next step."""
+    version: Version | None = None
+    """Of the newest token."""
+
+    @property
+    def made(self) -> int:
+        """Completion tokens so far."""
+        return len(self.tokens)
+
+    @property
+    def filled(self) -> int:
+        """Rows that prefill has put in place."""
+        return self.kv[-1].end if self.kv else 0
+
+    @property
+    def due(self) -> int:
+        """Rows that prefill has to put in place: the prompt, and when it is done again all tokens but the newest."""
+        return len(self.request.prompt_ids) + max(0, self.made - 1)
 
     @property
     def position(self) -> int:
@@ -81,8 +99,10 @@ class Sequence:
         return not self.hold or self.made < len(self.forced)
 
     def chunk(self, size: int) -> Items[int]:
-        """The next prompt tokens to prefill, at most ``size``."""
-        return self.request.prompt_ids[self.filled : self.filled + size]
+        """The next tokens to prefill, at most ``size``."""
+        begin, end = self.filled, min(self.filled + size, self.due)
+        prompt = self.request.prompt_ids
+        return [*prompt[begin:end], *self.tokens[max(0, begin - len(prompt)) : max(0, end - len(prompt))]]
 
     def ask(self) -> Ask:
         """What the sampler needs for the next token."""
@@ -91,21 +111,23 @@ class Sequence:
 
     def accept(self, drawn: Drawn, version: Version) -> TokenStep:
         """Take a token as the answer's next one."""
-        self.made += 1
-        self.last = drawn.token_id
+        kv, self.tell_kv = grown(self.kv, version, self.position) if self.tell_kv else (), False
+        self.tokens.append(drawn.token_id)
+        self.version = version
         return TokenStep(
             token_id=drawn.token_id,
             logprob=drawn.logprob,
             version=version,
             top_ids=drawn.top_ids,
             top_logprobs=drawn.top_logprobs,
+            kv=kv,
             finish=self._finish(),
         )
 
     def _finish(self) -> Finish | None:
         if self.hold:
             return None
-        ended = self.made == len(self.forced) if self.forced else self.last in self.ends
+        ended = self.made == len(self.forced) if self.forced else self.tokens[-1] in self.ends
         if ended:
             return Finish.STOP
         return Finish.LENGTH if self.made == self.limit else None

@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 
 from slackwater.checkpoint.tensor import Bits, TensorSpec, Tile, TileWrite
+from slackwater.engine.base import Proof
 from slackwater.engine.scatter import Aim, StagedScatter
 from slackwater.errors import InvalidInputError, NotFoundError, SwapError
 
@@ -75,11 +76,12 @@ class WeightBits:
         still = begun == self._moves and not begun % 2
         return StagedWrites(scatter=scatter, places=places, base=base if still else _NO_STATE)
 
-    def commit(self, staged: StagedWrites) -> int:
+    def commit(self, staged: StagedWrites, proof: Proof | None = None) -> int:
         """Write everything, all or nothing. Returns bytes written.
 
         Raises:
-            SwapError: The weights aren't those that it was staged on; they are as they were.
+            SwapError: The weights aren't those that it was staged on, or ``proof`` finds what is written wrong; they
+                are as they were.
         """
         if staged.base != self._state:
             raise SwapError("the weights changed since these writes were staged", hint="stage them again")
@@ -91,6 +93,10 @@ class WeightBits:
                 "nothing is written",
                 hint="stage them again; if it happens again, look at this machine's memory",
             )
+        if proof is not None and (wrong := proof()) is not None:
+            with self._moving():
+                staged.scatter.undo()
+            raise SwapError(f"{wrong} was not what it should be once it was written; it was put back")
         self._state, self._last = next(self._states), staged
         return staged.scatter.bytes_written
 
