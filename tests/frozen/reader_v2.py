@@ -323,7 +323,7 @@ ENCODINGS = {"s": sparse, "d": dense, "f": full}
 
 MEMBERS = {
     "format", "run", "version", "kind", "parent", "state", "step", "created_at",
-    "objects", "tensors", "files", "bodies", "tiles", "quantizers", "nans",
+    "objects", "tensors", "files", "bodies", "tiles", "quantizers", "nans", "canary",
 }  # fmt: skip
 
 
@@ -333,10 +333,37 @@ def column(text: str, count: int) -> list[int]:
     return list(struct.unpack(f"<{count}Q", data))
 
 
+LARGEST = (1 << 1024) - (1 << 970)
+"""From here on numbers round to an infinity."""
+
+
+def no_number(text: str) -> float:
+    raise ValueError(f"{text} is no JSON")
+
+
+def check_canary(canary: Any) -> None:
+    must(type(canary) is dict, "a canary is no object")
+    must(canary.keys() - {"tolerance"} == {"prompt", "tokens", "logprobs"}, "a canary's members are others")
+    for member, most in (("prompt", 512), ("tokens", 64)):
+        ids = canary[member]
+        must(type(ids) is list and 1 <= len(ids) <= most, f"a canary's {member} is out of bounds")
+        must(all(type(item) is int and 0 <= item < 1 << 31 for item in ids), "a canary's token id is out of bounds")
+    must(type(canary["logprobs"]) is list, "a canary has no log-probabilities")
+    logprobs: list[Any] = canary["logprobs"]
+    tolerance: Any = canary.get("tolerance", 0.05)
+    must(len(logprobs) == len(canary["tokens"]), "a token has no log-probability")
+    for number in (*logprobs, tolerance):
+        must(type(number) in {int, float} and abs(number) < LARGEST, "a canary's number isn't one")
+    must(all(number <= 0 for number in logprobs), "a log-probability is above 0")
+    must(0 < tolerance <= 100, "a canary's tolerance is out of bounds")
+
+
 def read_manifest(body: bytes) -> dict[str, Any]:
-    manifest = json.loads(body)
+    manifest = json.loads(body, parse_constant=no_number)
     must(manifest["format"] == FORMAT, f"this is {manifest['format']}, not {FORMAT}")
     must(manifest.keys() <= MEMBERS, "a member is unknown")
+    if manifest.get("canary") is not None:
+        check_canary(manifest["canary"])
     return manifest
 
 

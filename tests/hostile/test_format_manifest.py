@@ -89,7 +89,43 @@ def test_the_good_ones_are_good() -> None:
     assert (anchor.num_bytes, anchor.num_changed, anchor.outline.num_tiles) == (102 + SIZE, 4 + 2**23 + 1, 18)
 
 
-EVERYWHERE = [
+CANARY: Json = {"prompt": [1, 2, 3], "tokens": [4, 2**31 - 1], "logprobs": [-0.25, -7], "tolerance": 0.05}
+CANARIES: list[tuple[Json, str]] = [
+    ({"more": 1}, "more"),
+    ({"prompt": []}, "canary.prompt: 0 token ids, and 1 to 512 are admitted"),
+    ({"prompt": [1] * 513}, "canary.prompt: 513 token ids"),
+    ({"prompt": [0, 2**31]}, "canary.prompt: number 1 is no token id"),
+    ({"prompt": [0, -1]}, "canary.prompt: number 1"),
+    ({"prompt": [10**4000]}, "canary.prompt: number 0"),
+    ({"prompt": [True]}, "canary.prompt"),
+    ({"prompt": [1.0]}, "canary.prompt"),
+    ({"prompt": [None]}, "canary.prompt"),
+    ({"prompt": "1"}, "canary.prompt"),
+    ({"prompt": None}, "canary.prompt"),
+    ({"tokens": [], "logprobs": []}, "canary.tokens: 0 token ids, and 1 to 64 are admitted"),
+    ({"tokens": [1] * 65, "logprobs": [-1.0] * 65}, "canary.tokens: 65 token ids"),
+    ({"tokens": [4, 2**31]}, "canary.tokens: number 1 is no token id"),
+    ({"tokens": [4]}, "canary.logprobs: 2 for 1 tokens"),
+    ({"logprobs": []}, "canary.logprobs: 0 for 2 tokens"),
+    ({"logprobs": [-0.25, 0.001]}, "canary.logprobs: number 1 is no finite float of 0 or less"),
+    ({"logprobs": [-0.25, float("nan")]}, "can't be read"),
+    ({"logprobs": [-0.25, -float("inf")]}, "can't be read"),
+    ({"logprobs": [-0.25, -(10**400)]}, "canary.logprobs"),
+    ({"logprobs": [-0.25, False]}, "canary.logprobs"),
+    ({"logprobs": [-0.25, "-1"]}, "canary.logprobs"),
+    ({"logprobs": [-0.25, None]}, "canary.logprobs"),
+    ({"logprobs": -0.25}, "canary.logprobs"),
+    ({"tolerance": 0}, "canary.tolerance"),
+    ({"tolerance": -0.0}, "canary.tolerance"),
+    ({"tolerance": -0.05}, "canary.tolerance"),
+    ({"tolerance": 100.001}, "canary.tolerance"),
+    ({"tolerance": float("nan")}, "can't be read"),
+    ({"tolerance": 10**400}, "canary.tolerance"),
+    ({"tolerance": True}, "canary.tolerance"),
+    ({"tolerance": "0.05"}, "canary.tolerance"),
+    ({"tolerance": None}, "canary.tolerance"),
+]
+EVERYWHERE: list[tuple[tuple[Any, ...], Any, str]] = [
     (("format",), "slackwater/1", "format is 'slackwater/1', and this reader knows 'slackwater/2'"),
     (("format",), "slackwater/3", "format is 'slackwater/3'"),
     (("format",), "x" * 9999, "format is 'xxx"),
@@ -129,6 +165,11 @@ EVERYWHERE = [
     (("nans",), ["b", "a"], "nans"),
     (("nans",), ["a", "a"], "nans"),
     (("nans",), [f"a{index:02}" for index in range(17)], "nans"),
+    (("canary",), [], "canary"),
+    (("canary",), {}, "canary"),
+    (("canary",), True, "canary"),
+    *((("canary",), {**CANARY, **changed}, field) for changed, field in CANARIES),
+    *((("canary",), {name: CANARY[name] for name in CANARY if name != gone}, gone) for gone in list(CANARY)[:3]),
     (("objects", 0, 0), "other/blobs/x", "field objects"),
     (("objects", 0, 0), "r/../s/x", "field objects"),
     (("objects", 0, 0), "/r/x", "field objects"),
@@ -156,6 +197,22 @@ def test_a_rule_of_every_manifest_is_refused_by_field(
     base: Json, path: tuple[Any, ...], value: Any, field: str
 ) -> None:
     assert field in refusal(spoil(base, *path, value=value))
+
+
+@pytest.mark.parametrize("spelling", ["-1e400", "-1E+309", "-1.8e308", "NaN", "-Infinity", "-.5", "-0x1", "-01", "-1e"])
+@pytest.mark.parametrize("base", [DELTA, ANCHOR], ids=["delta", "anchor"])
+def test_what_is_no_finite_json_number_is_no_log_probability(base: Json, spelling: str) -> None:
+    body = spoil(base, "canary", value={**CANARY, "logprobs": [-0.25, "here"]})
+    assert decode_manifest(body.replace(b'"here"', b"-1.7e308")).canary is not None
+    assert "can't be read" in refusal(body.replace(b'"here"', spelling.encode()))
+
+
+@pytest.mark.parametrize("base", [DELTA, ANCHOR], ids=["delta", "anchor"])
+def test_a_canary_may_be_left_out_or_null_and_whole_numbers_are_numbers(base: Json) -> None:
+    good = decode_manifest(spoil(base, "canary", value=CANARY)).canary
+    assert good is not None
+    assert (good.prompt, good.tokens, good.logprobs) == ((1, 2, 3), (4, 2**31 - 1), (-0.25, -7.0))
+    assert decode_manifest(spoil(base, "canary", value=None)) == decode_manifest(json.dumps(base).encode())
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Annotated, Final, Literal, TypeVar
 
 import msgspec
 
+from slackwater.checkpoint.canary import Canary
 from slackwater.checkpoint.columns import from_column
 from slackwater.checkpoint.outline import Outline
 from slackwater.checkpoint.tensor import TensorSpec, Words
@@ -164,6 +165,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Names of the quantisers that made these bits of a trainer's, by rising name; for people and their tools."""
     nans: tuple[_Short, ...] = ()
     """Tensors in which this version wrote a NaN, by rising name, the first `MAX_NANS`; for people and their tools."""
+    canary: Canary | None = None
+    """What an engine with these weights computes, for replicas to check; no part of the state."""
 
     @cached_property
     def outline(self) -> Outline:

@@ -81,11 +81,14 @@ def _table(entries: Sequence[Entry], now_s: float) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in _COLUMNS:
         table.add_column(name, justify="left" if name in {"kind", "bodies", "state"} else "right")
+    has_canaries = any(entry.has_canary for entry in entries)
+    if has_canaries:
+        table.add_column("canary")
     before: Entry | None = None
     for entry in entries:
         if before is not None and entry.version > before.version + 1:
             table.add_row("…", "collected")
-        table.add_row(*_row(entry, now_s))
+        table.add_row(*_row(entry, now_s), *(["yes" if entry.has_canary else "–"] if has_canaries else []))
         before = entry
     return table
 

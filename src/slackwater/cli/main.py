@@ -14,6 +14,7 @@ from slackwater.cli.keys import keys_from
 from slackwater.cli.options import (
     AsJson,
     BucketUrl,
+    CanaryFile,
     Host,
     LevelName,
     Old,
@@ -70,6 +71,7 @@ def publish(
     level: LevelName = "fast",
     threads: Annotated[int, typer.Option(min=1, max=256, help="Threads that encode and upload.")] = 2,
     fold_every: Annotated[int | None, typer.Option("--fold-every", metavar="N", min=1, help=_FOLD_EVERY)] = None,
+    canary: CanaryFile = None,
     sign_with: SignWith = None,
     trust: Trust = None,
     as_json: AsJson = False,
@@ -82,7 +84,9 @@ def publish(
     from slackwater.cli.publish import PublishSettings, fold_after, missing_directory, publish_folder
     from slackwater.cli.show import show_published
 
-    settings = PublishSettings(level=level, threads=threads, files=files, sign_with=sign_with, trust=trust or ())
+    settings = PublishSettings(
+        level=level, threads=threads, files=files, canary=canary, sign_with=sign_with, trust=trust or ()
+    )
     missing = missing_directory(bucket)
     with Bars() as bars:
         published = publish_folder(

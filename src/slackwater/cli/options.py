@@ -32,6 +32,14 @@ Snapshot = Annotated[
     typer.Argument(metavar="SNAPSHOT", help="A model or delta folder, or run/12 or run/3..7 with --bucket."),
 ]
 Supervised = Annotated[bool, typer.Option("--supervised", help="End when standard input ends.", hidden=True)]
+CanaryFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--canary",
+        metavar="FILE",
+        help="JSON file: a prompt, tokens and their log-probabilities, for replicas to check.",
+    ),
+]
 SignWith = Annotated[
     Path | None,
     typer.Option(

@@ -13,6 +13,7 @@ from slackwater.bucket.open import open_bucket
 from slackwater.checkpoint.codec import Level
 from slackwater.checkpoint.outline import Outline
 from slackwater.cli.attended import Attended
+from slackwater.cli.canary import read_canary
 from slackwater.cli.text import console, size_text
 from slackwater.cli.trust import open_trusted, signer_of, warn_of_unsigned
 from slackwater.errors import CorruptError, InvalidInputError, NotFoundError, SlackwaterError
@@ -42,6 +43,8 @@ class PublishSettings:
     """Threads that encode and upload."""
     files: Path | None = None
     """A folder whose config and tokenizer are taken instead of the published folder's."""
+    canary: Path | None = None
+    """File of the published version's canary: see `slackwater.cli.canary.read_canary`."""
     sign_with: Path | None = None
     """File of the private key that signs what is committed."""
     trust: Sequence[Path] = ()
@@ -75,12 +78,13 @@ def publish_folder(
         progress: Told how far it is.
 
     Raises:
-        InvalidInputError: The folder, the URL, a key file or the run's name is wrong, no trusted key signs, or the
-            folder doesn't fit the run.
+        InvalidInputError: The folder, the URL, a key file, the canary or the run's name is wrong, no trusted key
+            signs, or the folder doesn't fit the run.
         LostRaceError: Another publisher was faster.
         CorruptError: The run is damaged, or no trusted key signed it.
     """
     source, signer = FolderSource(folder), signer_of(settings.sign_with, settings.trust)
+    canary = None if settings.canary is None else read_canary(settings.canary)
     name = run_id(run)
     bucket = open_trusted(bucket_url, settings.trust, create=True)
     if not partial and not anchor:  # an anchor that lacks some is refused anyway
@@ -90,7 +94,7 @@ def publish_folder(
     with Publisher(
         bucket, name, level=settings.level, threads=settings.threads, signer=signer, progress=progress
     ) as publisher:
-        return publisher.publish(source, step=step, folder_files=settings.files, anchor=anchor)
+        return publisher.publish(source, step=step, folder_files=settings.files, anchor=anchor, canary=canary)
 
 
 def fold_after(

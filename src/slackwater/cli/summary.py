@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from slackwater.checkpoint.canary import Canary
 from slackwater.checkpoint.columns import from_column
 from slackwater.checkpoint.groups import groups
 from slackwater.checkpoint.manifest import ENCODINGS, Manifest, ObjectRef, Parent, Tiles
@@ -92,6 +93,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     created_at: str | None = None
     quantizers: tuple[str, ...] = ()
     nans: tuple[str, ...] = ()
+    canary: Canary | None = None
     manifest_bytes: int | None = None
     object_bytes: int | None = None
     objects: tuple[ObjectRef, ...] = ()
@@ -156,6 +158,7 @@ def summarize(
         created_at=manifest.created_at,
         quantizers=manifest.quantizers,
         nans=manifest.nans,
+        canary=manifest.canary,
         manifest_bytes=manifest_bytes,
         object_bytes=manifest.num_bytes,
         objects=manifest.objects,

@@ -6,6 +6,7 @@ import msgspec
 from rich.table import Table
 
 from slackwater.cli.apply import Applied
+from slackwater.cli.canary import canary_text
 from slackwater.cli.summary import ChangeSummary, Summary, TensorSummary
 from slackwater.cli.text import console, counted, plain, size_text, write_json
 from slackwater.cli.verify import status_of
@@ -111,6 +112,8 @@ def _lines(summary: Summary) -> Iterator[str]:
         yield f"quantised by {', '.join(summary.quantizers)}"
     if summary.nans:
         yield f"NaN       written in {', '.join(map(plain, summary.nans))}"
+    if summary.canary is not None:
+        yield f"canary    {canary_text(summary.canary)}"
     if summary.files:
         yield f"files     {', '.join(sorted(summary.files))}"
     if summary.other_files:

@@ -8,6 +8,7 @@ from typing import Final, Self
 
 import numpy as np
 
+from slackwater.checkpoint.canary import Canary
 from slackwater.checkpoint.columns import to_column
 from slackwater.checkpoint.digest import object_digest
 from slackwater.checkpoint.keys import anchor_key
@@ -31,6 +32,7 @@ class Label:
     version: Version
     step: int
     created_at: str
+    canary: Canary | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,6 +80,7 @@ def draft_anchor(
         tensors=tuple(_anchor_tensor(index, image, table, indexes) for index in range(len(table.outline.specs))),
         files=indexes,
         nans=tuple(nans),
+        canary=label.canary,
     )
     return Draft(
         manifest=manifest,
@@ -155,6 +158,7 @@ class DeltaDraft:
             tiles=encoded.tiles,
             quantizers=self._quantizers,
             nans=encoded.nans,
+            canary=label.canary,
         )
         return Draft(manifest=manifest, bodies=self._bodies, table=encoded.table)
 

@@ -105,8 +105,8 @@ def fold_manifest(last: Manifest, encoded: Encoded, parent: Parent) -> Manifest:
     """The manifest of what leads from ``parent`` to the state of another manifest.
 
     Args:
-        last: The manifest whose state the fold makes; its step and time are taken over, so that a fold made again is
-            equal.
+        last: The manifest whose state the fold makes; its step, time and canary are taken over, so that a fold made
+            again is equal.
         encoded: What differs.
         parent: The state before.
 
@@ -129,6 +129,7 @@ def fold_manifest(last: Manifest, encoded: Encoded, parent: Parent) -> Manifest:
         tiles=encoded.tiles,
         quantizers=last.quantizers,
         nans=encoded.nans,
+        canary=last.canary,
     )
 
 

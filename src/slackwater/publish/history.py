@@ -38,6 +38,8 @@ class Entry:
     """``num_changed`` as a share of the model's elements; None where no anchor tells how many these are."""
     encodings: Mapping[Encoding, int]
     """A delta's bodies by how they are written."""
+    has_canary: bool
+    """Whether it has a canary: `slackwater.checkpoint.canary`."""
     damage: str | None
     """What is wrong with its manifest."""
 
@@ -136,7 +138,7 @@ def _entry(bucket: Get, run: RunId, version: Version, written_s: float | None) -
     except (CorruptError, NotFoundError) as error:
         return Entry(
             version=version, kind="damaged", parent=None, state=None, step=None, created_at=None, written_s=written_s,
-            num_bytes=0, num_changed=0, density=None, encodings={}, damage=error.message,
+            num_bytes=0, num_changed=0, density=None, encodings={}, has_canary=False, damage=error.message,
         )  # fmt: skip
     return Entry(
         version=version,
@@ -150,6 +152,7 @@ def _entry(bucket: Get, run: RunId, version: Version, written_s: float | None) -
         num_changed=found.num_changed,
         density=None,
         encodings=_encodings(found),
+        has_canary=found.canary is not None,
         damage=None,
     )
 

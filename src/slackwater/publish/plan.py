@@ -7,6 +7,7 @@ from typing import Final, Literal, SupportsIndex
 
 import msgspec
 
+from slackwater.checkpoint.canary import Canary
 from slackwater.checkpoint.tensor import TensorSpec
 from slackwater.errors import InvalidInputError
 from slackwater.publish.naming import find_renamed
@@ -85,6 +86,19 @@ def check_step(step: SupportsIndex) -> int:
             f"step {step!r} is no whole number from 0 to 2**63 - 1", hint="count the trainer's steps"
         )
     return number
+
+
+def check_canary(canary: Canary | None) -> Canary | None:
+    """The canary as a manifest holds it: a good one from when it was made.
+
+    Raises:
+        InvalidInputError: It is something else.
+    """
+    if not isinstance(canary, Canary | None):  # pyright: ignore[reportUnnecessaryIsInstance] : a caller's slip
+        raise InvalidInputError(
+            f"{type(canary).__name__} is no canary", hint="make a slackwater.checkpoint.canary.Canary of its parts"
+        )
+    return canary
 
 
 def check_fits(kind: Literal["anchor", "delta"], held: Mapping[str, TensorSpec], new: Mapping[str, TensorSpec]) -> None:

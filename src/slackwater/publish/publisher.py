@@ -14,6 +14,7 @@ from typing import Final, Self, get_args
 
 from slackwater.bucket.base import Bucket
 from slackwater.bucket.open import probe
+from slackwater.checkpoint.canary import Canary
 from slackwater.checkpoint.codec import Level
 from slackwater.checkpoint.tensor import Bits, TensorSpec
 from slackwater.clock import Clock, SystemClock
@@ -29,7 +30,15 @@ from slackwater.publish.folding import Folding
 from slackwater.publish.hint import HintWriter
 from slackwater.publish.mapped import MappedStore
 from slackwater.publish.model_files import folder_of, read_model_files
-from slackwater.publish.plan import Anchors, check_config, check_fits, check_side_files, check_step, decide
+from slackwater.publish.plan import (
+    Anchors,
+    check_canary,
+    check_config,
+    check_fits,
+    check_side_files,
+    check_step,
+    decide,
+)
 from slackwater.publish.published import Published as Published  # noqa: PLC0414 (a part of this interface)
 from slackwater.publish.published import report
 from slackwater.publish.restore import Restored, tip_before
@@ -51,6 +60,7 @@ class _Wanted:
     source: TensorSource
     step: int
     folder: Path | None
+    canary: Canary | None
     is_anchor: bool
     room: int | None
     """See `slackwater.publish.delta.Effort.room`."""
@@ -213,7 +223,13 @@ class Publisher:
         return self._baseline.specs
 
     def publish(
-        self, source: TensorSource, *, step: int, folder_files: Path | str | None = None, anchor: bool = False
+        self,
+        source: TensorSource,
+        *,
+        step: int,
+        folder_files: Path | str | None = None,
+        anchor: bool = False,
+        canary: Canary | None = None,
     ) -> Published:
         """Publish the next version; it is committed when this returns.
 
@@ -224,6 +240,7 @@ class Publisher:
             folder_files: A model folder that gives an anchor its config, tokenizer and chat template; a
                 `FolderSource` has its own.
             anchor: Publish an anchor now. The first version is one anyway, and every ``anchor_every``-th.
+            canary: What replicas have to compute with these weights.
 
         Raises:
             InvalidInputError: The source doesn't fit the lineage, or was written meanwhile.
@@ -235,11 +252,17 @@ class Publisher:
         """
         self._background.take_turn()
         withdrawal = Withdrawal()
-        wanted = _wanted(source, step, folder_files, is_anchor=anchor, room=None)
+        wanted = _wanted(source, step, folder_files, canary, is_anchor=anchor, room=None)
         return self._finish(self._begin(wanted, withdrawal), withdrawal, source)
 
     def publish_async(
-        self, source: TensorSource, *, step: int, folder_files: Path | str | None = None, anchor: bool = False
+        self,
+        source: TensorSource,
+        *,
+        step: int,
+        folder_files: Path | str | None = None,
+        anchor: bool = False,
+        canary: Canary | None = None,
     ) -> Handle[Published]:
         """Publish the next version in the background. The source may be written once this returns.
 
@@ -252,6 +275,7 @@ class Publisher:
             step: As for `publish`.
             folder_files: As for `publish`.
             anchor: As for `publish`.
+            canary: As for `publish`.
 
         Returns:
             Tells when the version is committed, or why it isn't.
@@ -263,7 +287,8 @@ class Publisher:
         check_may_wait(source)
         self._background.take_turn()
         withdrawal = Withdrawal()
-        work = self._begin(_wanted(source, step, folder_files, is_anchor=anchor, room=ROOM_BYTES), withdrawal)
+        wanted = _wanted(source, step, folder_files, canary, is_anchor=anchor, room=ROOM_BYTES)
+        work = self._begin(wanted, withdrawal)
         return self._background.start(lambda: self._finish(work, withdrawal, None), withdrawal)
 
     def _begin(self, wanted: _Wanted, withdrawal: Withdrawal) -> _Work:
@@ -279,6 +304,7 @@ class Publisher:
             version=Version(0 if held is None else held.version + 1),
             step=wanted.step,
             created_at=datetime.fromtimestamp(self._clock.wall(), UTC).isoformat(),
+            canary=wanted.canary,
         )
         uploads = Uploads(self._bucket, threads=self._threads, check=withdrawal.check)
         with uploads.or_stop():
@@ -377,7 +403,13 @@ def _check_whole(source: TensorSource) -> None:
 
 
 def _wanted(
-    source: TensorSource, step: int, folder: Path | str | None, *, is_anchor: bool, room: int | None
+    source: TensorSource,
+    step: int,
+    folder: Path | str | None,
+    canary: Canary | None,
+    *,
+    is_anchor: bool,
+    room: int | None,
 ) -> _Wanted:
     if not isinstance(source, TensorSource):  # pyright: ignore[reportUnnecessaryIsInstance] : a caller's slip
         raise InvalidInputError(
@@ -387,6 +419,7 @@ def _wanted(
         source=source,
         step=check_step(step),
         folder=None if folder is None else Path(folder),
+        canary=check_canary(canary),
         is_anchor=is_anchor,
         room=room,
     )

@@ -16,6 +16,7 @@ from typing import Final
 import msgspec
 
 from slackwater.bucket.base import Bucket
+from slackwater.checkpoint.canary import Canary
 from slackwater.checkpoint.codec import Level
 from slackwater.checkpoint.digest import object_digest
 from slackwater.checkpoint.keys import anchor_key
@@ -40,7 +41,7 @@ from slackwater.publish.mapped import MappedStore
 from slackwater.publish.merge import check_shares, merge_anchors, merge_deltas
 from slackwater.publish.model_files import read_model_files
 from slackwater.publish.part import PartStore
-from slackwater.publish.plan import Anchors, check_config, check_fits, check_step, decide
+from slackwater.publish.plan import Anchors, check_canary, check_config, check_fits, check_step, decide
 from slackwater.publish.published import Published, report
 from slackwater.publish.rank_files import index_of, take_rank_image
 from slackwater.publish.restore import Restored, tip_before
@@ -183,7 +184,13 @@ class RankPublisher:
                 self._mapped.close()
 
     def publish(
-        self, source: TensorSource, *, step: int, folder_files: Path | str | None = None, anchor: bool = False
+        self,
+        source: TensorSource,
+        *,
+        step: int,
+        folder_files: Path | str | None = None,
+        anchor: bool = False,
+        canary: Canary | None = None,
     ) -> Published:
         """Publish the next version, with all other ranks; it is committed when this returns.
 
@@ -192,6 +199,7 @@ class RankPublisher:
             step: The trainer's step; rank 0's counts.
             folder_files: Rank 0's model folder, which gives an anchor its config, tokenizer and chat template.
             anchor: Publish an anchor now; rank 0's counts.
+            canary: What replicas have to compute with all ranks' weights; rank 0's counts.
 
         Raises:
             InvalidInputError: A source doesn't fit the lineage, or the ranks' tensors aren't together the model, or
@@ -203,10 +211,17 @@ class RankPublisher:
             SlackwaterError: What another rank failed of.
         """
         self._background.take_turn()
-        return self._finish(self._start(source, step, folder_files, anchor=anchor, room=None), source)
+        started = self._start(source, step, folder_files, canary, anchor=anchor, room=None)
+        return self._finish(started, source)
 
     def publish_async(
-        self, source: TensorSource, *, step: int, folder_files: Path | str | None = None, anchor: bool = False
+        self,
+        source: TensorSource,
+        *,
+        step: int,
+        folder_files: Path | str | None = None,
+        anchor: bool = False,
+        canary: Canary | None = None,
     ) -> Handle[Published]:
         """Publish the next version in the background, with all other ranks: they call this too.
 
@@ -218,6 +233,7 @@ class RankPublisher:
             step: As for `publish`.
             folder_files: As for `publish`.
             anchor: As for `publish`.
+            canary: As for `publish`.
 
         Returns:
             Tells when the version is committed, or why it isn't. It can't be cancelled: the others are at it.
@@ -230,15 +246,22 @@ class RankPublisher:
         self._background.take_turn()
         withdrawal = Withdrawal()
         withdrawal.begin_commit()
-        started = self._start(source, step, folder_files, anchor=anchor, room=ROOM_BYTES)
+        started = self._start(source, step, folder_files, canary, anchor=anchor, room=ROOM_BYTES)
         return self._background.start(lambda: self._finish(started, None), withdrawal)
 
     def _start(
-        self, source: TensorSource, step: int, folder_files: Path | str | None, *, anchor: bool, room: int | None
+        self,
+        source: TensorSource,
+        step: int,
+        folder_files: Path | str | None,
+        canary: Canary | None,
+        *,
+        anchor: bool,
+        room: int | None,
     ) -> _Started:
         """Agree on the version and read the source; what that fails of is kept, for the others wait to be told."""
         began = self._clock.monotonic()
-        turn = self._agree(step, anchor=anchor)
+        turn = self._agree(step, canary, anchor=anchor)
         with ExitStack() as interrupted:
             interrupted.callback(self._settle, Part(failure=STOPPED), None)
             try:
@@ -276,18 +299,19 @@ class RankPublisher:
         manifest, table = self._move(work, draft, body := bytes(outcome.manifest), source)
         return report(manifest, table, len(body), encode_s=encoded - started.began, upload_s=done - encoded)
 
-    def _agree(self, step: int, *, anchor: bool) -> Turn:
+    def _agree(self, step: int, canary: Canary | None, *, anchor: bool) -> Turn:
         """What rank 0 knows of the chain, and wants."""
-        turn = tell(self._exchange, Turn, (lambda: self._propose(step, anchor=anchor)) if self._rank == 0 else None)
+        propose = (lambda: self._propose(step, canary, anchor=anchor)) if self._rank == 0 else None
+        turn = tell(self._exchange, Turn, propose)
         if turn.failure is not None:
             raise turn.failure.error()
         return turn
 
-    def _propose(self, step: int, *, anchor: bool) -> Turn:
-        number = check_step(step)
+    def _propose(self, step: int, canary: Canary | None, *, anchor: bool) -> Turn:
+        number, checked = check_step(step), check_canary(canary)
         created_at = datetime.fromtimestamp(self._clock.wall(), UTC).isoformat()
         head = self._baseline.find_head()
-        return Turn(head=head, label=(number, created_at), anchor=anchor)
+        return Turn(head=head, label=(number, created_at), canary=checked, anchor=anchor)
 
     def _arrange(self, source: TensorSource, turn: Turn) -> _Arranged:
         """Hold the version before, and agree on what all ranks do."""
@@ -332,9 +356,9 @@ class RankPublisher:
     ) -> _Work | None:
         """All that reads this rank's tensors; None where another rank fails of that."""
         with Gathering(self._exchange, arranged.plan.gathers, source, arranged.mine, arranged.all) as gathering:
-            held, (step, created_at) = self._baseline.held, arranged.turn.label
+            held, turn, (step, created_at) = self._baseline.held, arranged.turn, arranged.turn.label
             version = Version(0 if held is None else held.version + 1)
-            label = Label(run=self._run, version=version, step=step, created_at=created_at)
+            label = Label(run=self._run, version=version, step=step, created_at=created_at, canary=turn.canary)
             uploads = Uploads(self._bucket, threads=self._threads, check=_go_on)
             with uploads.or_stop():
                 if held is None or arranged.plan.kind == "anchor":
@@ -347,7 +371,7 @@ class RankPublisher:
         return _Work(
             label=label,
             held=held,
-            is_forced=arranged.turn.anchor,
+            is_forced=turn.anchor,
             read=read,
             offer=arranged.mine,
             kept=gathering.kept,

@@ -29,7 +29,7 @@ def rollback(
     signer: Signs | None = None,
     clock: Clock | None = None,
 ) -> Published:
-    """Publish the state of an old version once more, with its step, as the version after the head.
+    """Publish the state of an old version once more, with its step and canary, as the version after the head.
 
     It is a commit like any other: a delta from the head, or an anchor, created if absent. Called again where the head
     has that state by now, it is refused, so that an answer that was lost makes no second version.
@@ -72,4 +72,4 @@ def rollback(
         clock=clock,
         progress=progress,
     ) as publisher:
-        return publisher.publish(FolderSource(folder), step=old.step, anchor=anchor)
+        return publisher.publish(FolderSource(folder), step=old.step, anchor=anchor, canary=old.canary)

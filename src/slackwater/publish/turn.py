@@ -5,6 +5,7 @@ from typing import Final, Literal, Self
 
 import msgspec
 
+from slackwater.checkpoint.canary import Canary
 from slackwater.checkpoint.manifest import Manifest
 from slackwater.checkpoint.pieces import Piece, Pieces
 from slackwater.checkpoint.tensor import TensorSpec
@@ -40,6 +41,7 @@ class Turn(msgspec.Struct, frozen=True):
     head: Version | None = None
     label: tuple[int, str] = (0, "")
     """Step and time."""
+    canary: Canary | None = None
     anchor: bool = False
     failure: Failure | None = None
 

@@ -1,0 +1,55 @@
+"""``slackwater publish --canary FILE``: a canary as a JSON file, and how one is told of."""
+
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from slackwater.checkpoint.canary import Canary
+from slackwater.cli.text import counted
+from slackwater.errors import AuthError, InvalidInputError
+
+_MAX_BYTES: Final = 65_536
+"""Of the file: several times what the longest canary takes."""
+
+
+def read_canary(path: Path) -> Canary:
+    """Read a canary from a JSON file: one object with the members that a manifest's has.
+
+    Args:
+        path: The file. Without ``tolerance`` it has the usual one.
+
+    Raises:
+        InvalidInputError: There is no such file, or it is too large or no canary; the message names the member.
+        AuthError: It may not be read.
+    """
+    body = _read(path)
+    try:
+        return msgspec.json.decode(body, type=Canary)
+    except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
+        raise InvalidInputError(
+            f"{path} is no canary: {error}",
+            hint='write {"prompt": [ids], "tokens": [ids], "logprobs": [nats], "tolerance": nats}',
+        ) from error
+
+
+def canary_text(canary: Canary) -> str:
+    """What a canary checks, in a few words."""
+    prompt, tokens = counted(len(canary.prompt), "token"), counted(len(canary.tokens), "token")
+    return f"{tokens} after a prompt of {prompt}, each within {canary.tolerance:g} nats"
+
+
+def _read(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            body = file.read(_MAX_BYTES + 1)
+    except PermissionError as error:
+        raise AuthError(f"the canary {path} may not be read", hint="give this user the right to it") from error
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise InvalidInputError(f"the canary {path} can't be read: {reason}", hint="check its path") from error
+    if len(body) > _MAX_BYTES:
+        raise InvalidInputError(
+            f"the canary {path} has more than {_MAX_BYTES} bytes", hint="name a file that holds one"
+        )
+    return body
