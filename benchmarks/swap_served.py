@@ -23,7 +23,7 @@ from slackwater.delivery.watcher import Watcher
 from slackwater.engine.base import Engine
 from slackwater.ids import BootId, ReplicaId, Version
 from slackwater.publish.publisher import Publisher
-from slackwater.replica.exchange import ExchangeLimits
+from slackwater.replica.limits import ExchangeLimits
 from slackwater.replica.replica import Replica, ReplicaOptions
 from slackwater.rollout.evidence import Completion, collect
 from swap_load import PROMPT, RUN, WINDOW, Ask, StillClock, Streams, open_engine, request, streaming

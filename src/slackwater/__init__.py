@@ -6,6 +6,7 @@ error tree alone, so that importing it costs nothing.
 
 from slackwater.errors import (
     AuthError,
+    CanaryError,
     ConflictError,
     CorruptError,
     InternalError,
@@ -26,6 +27,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AuthError",
+    "CanaryError",
     "ConflictError",
     "CorruptError",
     "InternalError",

@@ -15,6 +15,7 @@
         ReplicaLostError   the replica that served the request is gone
         OverloadedError    no capacity now: shed
       SwapError            a swap failed: the old version serves on
+        CanaryError        a version's canary was answered otherwise than its manifest expects
       UnsupportedError     this engine, store or model cannot do that
       InternalError        ours: please report
 
@@ -138,6 +139,12 @@ class SwapError(SlackwaterError):
     """A swap failed: the old version serves on."""
 
     kind = "swap"
+
+
+class CanaryError(SwapError):
+    """The engine answered a version's canary otherwise than its manifest expects: the swap was undone."""
+
+    kind = "canary"
 
 
 class UnsupportedError(SlackwaterError):

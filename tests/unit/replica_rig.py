@@ -17,7 +17,7 @@ from slackwater.engine.base import Engine
 from slackwater.errors import SlackwaterError
 from slackwater.ids import BootId, ReplicaId, RequestId, RunId, Version
 from slackwater.publish.publisher import Publisher
-from slackwater.replica.exchange import ExchangeLimits
+from slackwater.replica.limits import ExchangeLimits
 from slackwater.replica.replica import Goal, Replica, ReplicaOptions
 from slackwater.replica.status import ReplicaStatus
 from slackwater.rollout.request import ANY_POLICY, CompletionRequest, PolicyConstraint, SamplingSpec

@@ -19,6 +19,7 @@ TREE = {
     "PolicyUnmetError": ("ConflictError", "policy_unmet"),
     "ReplicaLostError": ("UnavailableError", "replica_lost"),
     "SwapError": ("SlackwaterError", "swap"),
+    "CanaryError": ("SwapError", "canary"),
     "UnavailableError": ("SlackwaterError", "unavailable"),
     "UnsupportedError": ("SlackwaterError", "unsupported"),
     "WrongBaseError": ("ConflictError", "wrong_base"),

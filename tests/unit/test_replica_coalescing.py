@@ -11,7 +11,7 @@ from replica_rig import SPECS, Rig, request, until, weights_at
 from slackwater.checkpoint.tensor import Bits
 from slackwater.errors import NotFoundError, SwapError, UnavailableError
 from slackwater.ids import Version
-from slackwater.replica.exchange import ExchangeLimits
+from slackwater.replica.limits import ExchangeLimits
 from slackwater.replica.route import Route
 from slackwater.replica.status import ReplicaStatus, State
 from slackwater.replica.swap import Stage

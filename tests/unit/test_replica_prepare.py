@@ -21,6 +21,7 @@ from slackwater.errors import ConflictError, CorruptError, WrongBaseError
 from slackwater.ids import Version
 from slackwater.publish.publisher import Publisher
 from slackwater.replica.boot import boot
+from slackwater.replica.limits import ExchangeLimits
 from slackwater.replica.overlay import Overlay
 from slackwater.replica.prepare import (
     Prepared,
@@ -194,7 +195,7 @@ async def test_a1_13_an_engine_that_holds_more_than_the_anchor_is_closed(rig: Ri
         return engine
 
     with pytest.raises(ConflictError, match=r"version 0 of 'demo' lacks tensor 'zz\.bias'"):
-        await boot(rig.source, Route(rig.source), Version(0), open_more, 1)
+        await boot(rig.source, Route(rig.source), Version(0), open_more, rig.clock, ExchangeLimits(threads=1))
     assert rig.engine.closed
 
 

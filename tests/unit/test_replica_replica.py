@@ -291,7 +291,7 @@ async def test_a1_13_another_shape_is_refused_before_a_byte_is_fetched(tmp_path:
 async def test_an_anchor_with_another_config_is_refused_and_the_old_version_serves(rig: Rig) -> None:
     await rig.start()
     assert rig.replica._exchange is not None
-    rig.replica._exchange._side_files = {"config.json": ObjectDigest("another")}
+    rig.replica._exchange._laying._side_files = {"config.json": ObjectDigest("another")}
     rig.publish(anchor=True)
     await rig.replica.set_target(Version(1))
     status = await rig.replica.settled()

@@ -12,6 +12,7 @@ from slackwater.ids import Version
 from slackwater.rollout.evidence import Finish
 from slackwater.rollout.request import PolicyConstraint
 from slackwater.testing.conformance_engine import FIRST, EngineTests, OpenEngine
+from slackwater.testing.conformance_in_flight import InFlightTests
 from slackwater.testing.engine import TableEngine, stamp_tokens, weights_stamp
 
 
@@ -145,7 +146,7 @@ async def test_a_closed_engine_ends_its_answers_and_refuses(engine: TableEngine)
         await engine.generate(request(1))
 
 
-class TestTheWholeContract(EngineTests):
+class TestTheWholeContract(EngineTests, InFlightTests):
     """The fake keeps every promise that real engines keep."""
 
     @pytest.fixture

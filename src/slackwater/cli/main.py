@@ -28,11 +28,12 @@ from slackwater.cli.options import (
     Top,
     Trust,
 )
+from slackwater.cli.replica_command import replica
 from slackwater.cli.text import plain
 from slackwater.cli.typed import one_of, tell_version
-from slackwater.config.process import GatewaySettings, ReplicaSettings, parse_groups, parse_replicas
+from slackwater.config.process import GatewaySettings, parse_groups, parse_replicas
 from slackwater.errors import SlackwaterError
-from slackwater.ids import ReplicaId, Version, run_id
+from slackwater.ids import Version, run_id
 from slackwater.publish.damage import Depth
 from slackwater.telemetry import log
 
@@ -48,6 +49,7 @@ _TERMINATED: Final = 128 + signal.SIGTERM
 _FOLD_EVERY: Final = "Also make folds, one after every N versions, so that replicas that join late have less to read."
 
 app.command()(doctor)
+app.command()(replica)
 
 
 @app.callback()
@@ -340,34 +342,6 @@ def rollback(
     with attended(ending) as work:
         published = roll_back(bucket, run_id(run), Version(to), settings, anchor=anchor, work=work)
     show_published(published, None, as_json=as_json)
-
-
-@app.command()
-def replica(
-    bucket: BucketUrl,
-    run: RunName,
-    name: Annotated[str, typer.Option(help="The replica's name, stable over restarts.")] = "replica-0",
-    host: Host = "127.0.0.1",
-    port: Port = 8100,
-    cache: Annotated[Path | None, typer.Option(help="Where verified bytes are kept.")] = None,
-    slots: Annotated[int, typer.Option(min=1, max=256, help="Answers decoded at once.")] = 16,
-    threads: Annotated[int, typer.Option(min=1, max=256, help="torch threads of the engine.")] = 1,
-    window: Annotated[int, typer.Option(min=32, help="Context window in tokens.")] = 1024,
-    model: Annotated[str, typer.Option(help="Name under which the gateway asks.")] = "policy",
-    trust: Trust = None,
-    supervised: Supervised = False,
-) -> None:
-    """Serve one replica that follows the run's head. Keys come from the environment."""
-    ending = Ending.watch(supervised=supervised)
-    log.configure(name)
-    settings = ReplicaSettings(
-        bucket=bucket, run=run_id(run), replica=ReplicaId(run_id(name)), host=host, port=port, cache=cache,
-        slots=slots, threads=threads, window=window, model=model, trust=trust or (),
-    )  # fmt: skip
-    keys = keys_from()
-    from slackwater.cli.replica import run_replica
-
-    asyncio.run(run_replica(settings, keys, ending))
 
 
 @app.command()

@@ -28,6 +28,7 @@ from slackwater.engine.torch.engine import TorchEngine
 from slackwater.errors import UnavailableError
 from slackwater.ids import BootId, Version
 from slackwater.replica.app import control_routes
+from slackwater.replica.limits import ExchangeLimits
 from slackwater.replica.replica import Replica, ReplicaOptions
 
 
@@ -45,9 +46,7 @@ async def run_replica(settings: ReplicaSettings, keys: Keys, ending: Ending) -> 
     fetcher = Fetcher(bucket, settings.run, cache / settings.run)
     loader = _Loader(settings)
     replica = Replica(
-        ReplicaOptions(
-            replica=settings.replica, boot=loader.boot, run=settings.run, poll_s=settings.poll_s, reports=256
-        ),
+        _options(settings, loader.boot),
         fetcher,
         Watcher(fetcher, SystemClock(), settings.poll_s),
         loader.open_engine,
@@ -70,6 +69,27 @@ async def run_replica(settings: ReplicaSettings, keys: Keys, ending: Ending) -> 
         await asyncio.gather(starting, serving, return_exceptions=True)
         await replica.close()
         fetcher.close()
+
+
+def _options(settings: ReplicaSettings, boot: BootId) -> ReplicaOptions:
+    swaps = settings.swaps
+    limits = ExchangeLimits(
+        lease_s=swaps.lease_s,
+        drain_s=swaps.drain_s,
+        canary_s=swaps.canary_s,
+        strict=swaps.strict,
+        max_deltas=swaps.max_deltas,
+    )
+    return ReplicaOptions(
+        replica=settings.replica,
+        boot=boot,
+        run=settings.run,
+        exchange=limits,
+        in_flight=swaps.in_flight,
+        scrub_s=swaps.scrub_s,
+        poll_s=settings.poll_s,
+        reports=256,
+    )
 
 
 class _Loader:

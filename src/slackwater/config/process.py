@@ -2,12 +2,33 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from slackwater.config.in_flight import InFlight
 from slackwater.errors import InvalidInputError
 from slackwater.ids import ReplicaId, RunId, Version, parse_snapshot, run_id
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SwapSettings:
+    """How one replica swaps."""
+
+    in_flight: InFlight = InFlight.CONTINUE
+    """What becomes of answers in flight, unless whoever sets a target says otherwise."""
+    strict: bool = False
+    """Bits are compared in the pause, before the version serves, and not after it."""
+    lease_s: float = 30.0
+    """Seconds in which the engine must stage, commit or undo."""
+    drain_s: float = 120.0
+    """Seconds for answers to end by themselves in the mode ``drain``."""
+    canary_s: float = 60.0
+    """Seconds in which a version's canary must be answered."""
+    scrub_s: float = 600.0
+    """Seconds in which all weights that serve are compared once again; 0: never."""
+    max_deltas: int = 32
+    """Deltas that one swap takes at most."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +57,7 @@ class ReplicaSettings:
     """Seconds between looks at the bucket's head."""
     trust: Sequence[Path] = ()
     """Files of the public keys whose versions are taken; none takes all."""
+    swaps: SwapSettings = field(default_factory=SwapSettings)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

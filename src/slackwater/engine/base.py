@@ -66,6 +66,8 @@ class CommitReport:
     bytes_written: int
     in_flight: int
     """Answers that went on across it."""
+    ended: int = 0
+    """Answers that it ended."""
 
 
 class Staged(Protocol):

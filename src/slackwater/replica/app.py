@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from slackwater.api.respond import json_reply, read_body
+from slackwater.config.in_flight import InFlight
 from slackwater.errors import InvalidInputError
 from slackwater.ids import Version
 from slackwater.replica.replica import Replica
@@ -21,6 +22,8 @@ class TargetBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Body of ``POST /control/v1/target``."""
 
     version: Annotated[int, msgspec.Meta(ge=0, lt=10**12)] | Literal["head"]
+    in_flight: InFlight | None = None
+    """What swaps do with answers in flight; None: the replica's own mode."""
 
 
 def control_routes(replica: Replica) -> list[Route]:
@@ -63,7 +66,7 @@ class _Control:
         """``POST /control/v1/target``."""
         body = _read_target(await read_body(request))
         goal = Version(body.version) if isinstance(body.version, int) else body.version
-        return json_reply(await self._replica.set_target(goal))
+        return json_reply(await self._replica.set_target(goal, body.in_flight))
 
     async def rollback(self, request: Request) -> Response:
         """``POST /control/v1/rollback``."""

@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from slackwater.checkpoint.manifest import Manifest
 from slackwater.checkpoint.state import StateTable
 from slackwater.checkpoint.warm import warm_kernels
 from slackwater.clock import Clock
 from slackwater.engine.base import Engine
-from slackwater.errors import CorruptError, NotFoundError
+from slackwater.errors import CanaryError, CorruptError, NotFoundError
 from slackwater.ids import ObjectDigest, Version
+from slackwater.replica.canary import canary_off
+from slackwater.replica.limits import ExchangeLimits
 from slackwater.replica.prepare import all_tiles, check_tensors, first_difference
 from slackwater.replica.race import Stop, joined
 from slackwater.replica.route import Route
@@ -59,13 +62,21 @@ def check_committed(target: Version, head: Version) -> Version:
     return target
 
 
-async def boot(source: VersionSource, route: Route, target: Version, open_engine: OpenEngine, threads: int) -> Booted:
+async def boot(
+    source: VersionSource,
+    route: Route,
+    target: Version,
+    open_engine: OpenEngine,
+    clock: Clock,
+    limits: ExchangeLimits,
+) -> Booted:
     """Open an engine on the newest good anchor that leads to ``target``.
 
     Raises:
         NotFoundError: No anchor leads there.
         ConflictError: The engine doesn't hold the anchor's tensors.
         CorruptError: The anchor doesn't verify, or the engine doesn't hold its bits.
+        CanaryError: The engine doesn't compute with it as its trainer does.
     """
     (manifest,) = await asyncio.to_thread(route.next, None, target)
     try:
@@ -80,7 +91,8 @@ async def boot(source: VersionSource, route: Route, target: Version, open_engine
         undo.push_async_callback(engine.close)
         check_tensors(engine.tensors(), manifest)
         table = StateTable.of_anchor(manifest)
-        await _prove(engine, table, manifest.version, threads)
+        await _prove(engine, table, manifest, limits.threads)
+        await _ask(engine, manifest, clock, limits.canary_s)
         undo.pop_all()
     return Booted(
         engine=engine,
@@ -90,11 +102,19 @@ async def boot(source: VersionSource, route: Route, target: Version, open_engine
     )
 
 
-async def _prove(engine: Engine, table: StateTable, version: Version, threads: int) -> None:
+async def _prove(engine: Engine, table: StateTable, manifest: Manifest, threads: int) -> None:
     stop = Stop()
     wrong = await joined(partial(first_difference, engine, all_tiles(table), threads, stop), stop)
     if wrong is not None:
         raise CorruptError(
-            f"the engine does not hold {wrong.name}, tile {wrong.tile.index}, of anchor {version}",
+            f"the engine does not hold {wrong.name}, tile {wrong.tile.index}, of anchor {manifest.version}",
             hint="load the checkpoint's own dtype; else delete the replica's cache folder and start again",
         )
+
+
+async def _ask(engine: Engine, manifest: Manifest, clock: Clock, limit_s: float) -> None:
+    if manifest.canary is None:
+        return
+    off = await canary_off(engine, manifest.canary, manifest.version, clock, limit_s)
+    if off is not None:
+        raise CanaryError(f"anchor {manifest.version}: {off}", hint="look at its canary, then at the engine")

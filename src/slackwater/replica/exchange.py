@@ -1,8 +1,8 @@
-"""Drives one engine through exchanges: prepare, stage, commit, verify, undo. `swap` says what is legal."""
+"""Drives one engine through exchanges: prepare, stage, drain, commit, verify, undo. `swap` says what is legal."""
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -10,20 +10,15 @@ from typing import Any, TypeVar
 from slackwater.checkpoint.manifest import Manifest
 from slackwater.checkpoint.state import StateTable
 from slackwater.clock import Clock
-from slackwater.engine.base import CommitReport, Staged, TileReader
-from slackwater.errors import ConflictError, CorruptError, SlackwaterError, SwapError
+from slackwater.config.in_flight import InFlight
+from slackwater.engine.base import CommitReport, Proof, Staged
+from slackwater.errors import CanaryError, CorruptError, SlackwaterError, SwapError
 from slackwater.ids import StateDigest, Version
 from slackwater.replica.boot import Booted
-from slackwater.replica.overlay import Overlay
-from slackwater.replica.prepare import (
-    Check,
-    Prepared,
-    first_difference,
-    prepare_anchor,
-    prepare_delta,
-    read_state,
-    state_after,
-)
+from slackwater.replica.canary import canary_off
+from slackwater.replica.laying import Laid, Laying
+from slackwater.replica.limits import ExchangeLimits
+from slackwater.replica.prepare import Check, checks_of, first_difference, read_state
 from slackwater.replica.race import Stop, first, joined
 from slackwater.replica.source import VersionSource
 from slackwater.replica.status import SwapReport
@@ -32,22 +27,6 @@ from slackwater.replica.swap import Event, Swap, keeps
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExchangeLimits:
-    """Bounds of one exchange."""
-
-    lease_s: float = 30.0
-    """Seconds for each call that asks the engine to stage, commit or undo. The pause is a lease: one that
-    isn't over by then retires the replica."""
-    threads: int = 2
-    """Threads that decode and read back."""
-    max_deltas: int = 32
-    """Deltas that are put together into one swap at most."""
-    max_bytes: int = 2 * 1024**3
-    """Host memory that the writes of a swap of several deltas hold at most; a single delta takes what it needs. While
-    the next delta is prepared its own writes come on top, at most as much again, and its packs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,54 +49,62 @@ class _Ready:
     table: StateTable
     chain: Sequence[Manifest]
     """The versions on the way; the last is the one that is made."""
-    began: float
+    fetch_s: float
+    decode_s: float
+    stage_s: float
+    prepare_s: float
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Laid:
-    """Versions prepared one on top of the other."""
-
-    overlay: Overlay
-    table: StateTable
-    """The state of the last."""
-    chain: Sequence[Manifest]
+    @property
+    def made(self) -> Manifest:
+        return self.chain[-1]
 
 
 class Exchange:
     """Owns an engine's weights: the one place that stages, commits and undoes.
 
-    One of `move_to` and `roll_back` at a time; `digest` and `steer` at any time, from the same event loop.
+    One of `move_to` and `roll_back` at a time; the rest at any time, from the same event loop.
     """
 
     def __init__(self, booted: Booted, source: VersionSource, clock: Clock, limits: ExchangeLimits) -> None:
         self.swap = Swap(version=booted.version)
         self.table = booted.table
         self._engine = booted.engine
-        self._side_files = booted.side_files
-        self._source = source
+        self._laying = Laying(booted.engine, booted.side_files, source, clock, limits.threads)
         self._clock = clock
         self._limits = limits
         self._last: _Commit | None = None
+        self._proven: Version | None = None
         self._stop = Stop()
         self._memory = asyncio.Lock()
+
+    @property
+    def unproven(self) -> frozenset[Version]:
+        """Versions that may make tokens now although they have not been looked at yet as far as they will be."""
+        return self.swap.unproven - {self._proven}
 
     def steer(self, target: Version) -> None:
         """End the exchange under way, at its next safe point, if it doesn't lead to ``target``."""
         if not keeps(self.swap, target):
             self._stop.set()
 
-    async def move_to(self, chain: Sequence[Manifest]) -> SwapReport | None:
-        """Go to an anchor, or along deltas on the version in place, in one swap. None: `steer` ended it.
+    def stop(self) -> None:
+        """End the exchange under way at its next safe point."""
+        self._stop.set()
+
+    async def move_to(self, chain: Sequence[Manifest], in_flight: InFlight = InFlight.CONTINUE) -> SwapReport | None:
+        """Go to an anchor, or along deltas on the version in place, in one swap. None: it was ended from outside.
 
         A delta after the first that can't be prepared ends the way before it: its error is that of the next call, which
         begins with it.
 
         Args:
             chain: One anchor, or deltas, each on the one before.
+            in_flight: What becomes of answers that have tokens.
 
         Raises:
             ConflictError: The version doesn't fit the engine or, as WrongBaseError, the state in place.
-            CorruptError: Bytes don't verify, or the engine didn't hold what was committed and was put back.
+            CorruptError: The bytes don't verify, or the engine didn't hold what was committed and was put back.
+            CanaryError: The engine doesn't compute with it as its trainer does, and was put back.
             SwapError: Staging, committing or undoing failed; ``swap.serves`` says what is left.
             UnavailableError: The bucket doesn't answer.
         """
@@ -128,27 +115,36 @@ class Exchange:
             self._on(Event.SUPERSEDE)
             return None
         self._on(Event.PREPARED)
+        drain_s = await self._drain() if in_flight is InFlight.DRAIN else 0.0
+        if self._stop.is_set():
+            self._engine.proceed()
+            self._on(Event.SUPERSEDE)
+            return None
         self._on(Event.COMMIT)
-        prepare_s = self._clock.monotonic() - ready.began
-        before, made = self.swap.version, ready.chain[-1]
-        report = await self._commit(ready, made.version)
+        before = self.swap.version
+        report = await self._commit(ready, in_flight)
         verify_s = await self._verify(ready)
         return SwapReport(
-            version=made.version,
+            version=ready.made.version,
             from_version=before,
-            kind=made.kind,
-            deltas=0 if made.kind == "anchor" else len(ready.chain),
-            prepare_s=prepare_s,
+            kind=ready.made.kind,
+            deltas=0 if ready.made.kind == "anchor" else len(ready.chain),
+            fetch_s=ready.fetch_s,
+            decode_s=ready.decode_s,
+            stage_s=ready.stage_s,
+            prepare_s=ready.prepare_s,
+            drain_s=drain_s,
             pause_s=report.pause_s,
             verify_s=verify_s,
             bytes_fetched=sum(manifest.num_bytes for manifest in ready.chain),
             bytes_written=report.bytes_written,
             tiles=len(ready.after),
             in_flight=report.in_flight,
+            ended=report.ended,
         )
 
-    async def roll_back(self) -> SwapReport:
-        """Undo the last commit.
+    async def roll_back(self, in_flight: InFlight = InFlight.CONTINUE) -> SwapReport:
+        """Undo the last commit. It isn't drained for: nobody rolls back to wait.
 
         Raises:
             SwapError: It failed, and the replica is retired.
@@ -156,19 +152,24 @@ class Exchange:
         began, before, last = self._clock.monotonic(), self.swap.version, self._last
         self._stop = Stop()
         self._on(Event.ROLL_BACK)
-        report = await self._undo()
+        report = await self._undo(in_flight)
         return SwapReport(
             version=self.swap.version,
             from_version=before,
             kind="rollback",
             deltas=0,
+            fetch_s=0.0,
+            decode_s=0.0,
+            stage_s=0.0,
             prepare_s=0.0,
+            drain_s=0.0,
             pause_s=report.pause_s,
             verify_s=self._clock.monotonic() - began - report.pause_s,
             bytes_fetched=0,
             bytes_written=report.bytes_written,
             tiles=len(last.before) if last else 0,
             in_flight=report.in_flight,
+            ended=report.ended,
         )
 
     async def digest(self) -> tuple[Version, StateDigest]:
@@ -180,6 +181,15 @@ class Exchange:
             version = self.swap.version
             state = await joined(partial(read_state, self._engine), Stop())
             return version, state.digest
+
+    async def look_at(self, tiles: range) -> str | None:
+        """Compare tiles, by number, with what the version in place has. What differs, in words; None: nothing.
+
+        What has just been committed is left to its own verification.
+        """
+        async with self._memory:
+            wrong = await self._difference(checks_of(self.table, tiles))
+            return None if self.swap.provisional else wrong
 
     def _on(self, event: Event, goal: Version | None = None) -> None:
         self.swap = self.swap.after(event, goal)
@@ -193,73 +203,58 @@ class Exchange:
 
     async def _prepare(self, chain: Sequence[Manifest]) -> _Ready | None:
         began = self._clock.monotonic()
-        laid = await self._lay(chain)
-        prepared = None if laid is None else await joined(laid.overlay.prepared, self._stop)
-        if laid is None or prepared is None:
+        laid = await self._laying.lay(chain, self.table, self._stop, self._shortened)
+        if laid is None:
             return None
-        staged = await self._in_time(self._engine.stage(prepared.writes))
+        return await self._stage(laid, began)
+
+    async def _stage(self, laid: Laid, began: float) -> _Ready | None:
+        laid_at = self._clock.monotonic()
+        staged = await self._in_time(self._engine.stage(laid.prepared.writes))
         if staged is None:
             last = laid.chain[-1].version
             raise SwapError(f"version {last} was not staged within {self._limits.lease_s:g} s")
         if self._stop.is_set():
             return None
+        staged_at = self._clock.monotonic()
         return _Ready(
             staged=staged,
-            before=prepared.before,
-            after=prepared.after,
+            before=laid.prepared.before,
+            after=laid.prepared.after,
             table=laid.table,
             chain=laid.chain,
-            began=began,
+            fetch_s=laid.fetch_s,
+            decode_s=laid.decode_s,
+            stage_s=staged_at - laid_at,
+            prepare_s=staged_at - began,
         )
 
-    async def _lay(self, chain: Sequence[Manifest]) -> _Laid | None:
-        """Prepare one version after the other, each on the bits that those before it make."""
-        overlay, table = Overlay(self._engine, self._limits.threads), self.table
-        for index, manifest in enumerate(chain):
-            try:
-                after = self._state_after(table, manifest)
-                prepared = await self._decoded(manifest, after, overlay)
-            except SlackwaterError as error:
-                if not index:
-                    raise
-                return self._shortened(_Laid(overlay=overlay, table=table, chain=chain[:index]), error)
-            if prepared is None:
-                return None
-            await joined(partial(overlay.add, prepared, last=manifest is chain[-1]), self._stop)
-            del prepared  # the overlay has it: not held on while the next is fetched
-            table = after
-        return _Laid(overlay=overlay, table=table, chain=chain)
+    def _shortened(self, reached: Manifest, error: SlackwaterError) -> None:
+        _log.warning("going to version %d only, as the next one can't be prepared: %s", reached.version, error)
+        self._on(Event.SHORTENED, reached.version)
 
-    def _shortened(self, laid: _Laid, error: SlackwaterError) -> _Laid:
-        reached = laid.chain[-1].version
-        _log.warning("going to version %d only, as the next one can't be prepared: %s", reached, error)
-        self._on(Event.SHORTENED, reached)
-        return laid
+    async def _drain(self) -> float:
+        """Let answers end; the seconds that it took."""
+        self._on(Event.DRAIN)
+        began, limit = self._clock.monotonic(), self._limits.drain_s
+        out_of_time = first(self._stop.wait(), self._clock.sleep(limit))
+        await first(self._drained(), out_of_time)
+        took = self._clock.monotonic() - began
+        if took >= limit and not self._stop.is_set():
+            _log.warning("answers that have not ended within %g s are cut", limit)
+        return took
 
-    def _state_after(self, table: StateTable, manifest: Manifest) -> StateTable:
-        if manifest.kind == "anchor" and manifest.side_files != self._side_files:
-            raise ConflictError(
-                f"version {manifest.version} comes with another config or tokenizer than the engine was opened with",
-                hint="another model needs another run",
-            )
-        return state_after(self._engine, table, manifest)
+    async def _drained(self) -> bool:
+        await self._or_fail(self._engine.drain())
+        return True
 
-    async def _decoded(self, manifest: Manifest, after: StateTable, overlay: Overlay) -> Prepared | None:
-        decode = await first(asyncio.to_thread(self._fetch, manifest, after, overlay), self._stop.wait())
-        return None if decode is None else await joined(decode, self._stop)
-
-    def _fetch(self, manifest: Manifest, after: StateTable, held: TileReader) -> Callable[[], Prepared | None]:
-        """Get a version's bytes; what it gives decodes them against ``held``. In a thread."""
-        threads, stop = self._limits.threads, self._stop
-        if manifest.kind == "anchor":
-            folder = self._source.anchor(manifest)
-            return lambda: prepare_anchor(held, after, folder, threads, stop)
-        bodies = self._source.bodies(manifest)
-        return lambda: prepare_delta(held, after.outline, manifest, bodies, threads, stop)
-
-    async def _commit(self, ready: _Ready, version: Version) -> CommitReport:
+    async def _commit(self, ready: _Ready, in_flight: InFlight) -> CommitReport:
+        version, strict = ready.made.version, self._limits.strict
+        self._proven = version if strict and ready.made.canary is None else None
+        proof = self._proof(ready) if strict else None
         async with self._memory:
-            report = await self._or_fail(self._in_time(self._engine.commit(ready.staged, version)))
+            commit = self._engine.commit(ready.staged, version, in_flight=in_flight, proof=proof)
+            report = await self._or_fail(self._in_time(commit))
             if report is None:
                 self._on(Event.HUNG)
                 raise SwapError(
@@ -271,44 +266,65 @@ class Exchange:
             self.table = ready.table
         return report
 
+    def _proof(self, ready: _Ready) -> Proof:
+        """Compares what was written with the manifest's digests; for the engine to call in its pause."""
+        return lambda: _told(first_difference(self._engine, ready.after, self._limits.threads, Stop()))
+
     async def _verify(self, ready: _Ready) -> float:
         began, version = self._clock.monotonic(), self.swap.version
-        wrong = await self._difference(ready.after)
-        if wrong is None:
+        wrong = None if self._limits.strict else await self._difference(ready.after)
+        off = None if wrong else await self._canary(ready.made)
+        if wrong is None and off is None:
             self._on(Event.AGREED)
             return self._clock.monotonic() - began
         self._on(Event.DIFFERED)
-        await self._undo()
+        await self._undo(InFlight.CONTINUE, spoilt=True)
+        if wrong is None:
+            raise CanaryError(f"version {version} was undone: {off}", hint="look at its canary, then at the engine")
         raise CorruptError(
-            f"version {version} was undone: {wrong} in the engine's memory was not the manifest's",
-            hint="if it happens again, look at this machine's memory",
+            f"version {version} was undone: {wrong}", hint="if it happens again, look at this machine's memory"
         )
 
-    async def _difference(self, checks: tuple[Check, ...]) -> str | None:
+    async def _canary(self, made: Manifest) -> str | None:
+        if made.canary is None:
+            return None
+        return await canary_off(self._engine, made.canary, made.version, self._clock, self._limits.canary_s)
+
+    async def _difference(self, checks: Sequence[Check]) -> str | None:
         """What differs, in words; a failure to read counts."""
         stop = Stop()
         try:
-            check = await joined(partial(first_difference, self._engine, checks, self._limits.threads, stop), stop)
+            return _told(
+                await joined(partial(first_difference, self._engine, checks, self._limits.threads, stop), stop)
+            )
         except SlackwaterError as error:
             return str(error)
-        return None if check is None else f"{check.name}, tile {check.tile.index},"
 
-    async def _undo(self) -> CommitReport:
+    async def _undo(self, in_flight: InFlight, *, spoilt: bool = False) -> CommitReport:
         last, version = self._last, self.swap.previous
         if last is None or version is None:
             raise SwapError("there is no commit to undo")
         async with self._memory:
-            report = await self._or_fail(self._in_time(self._engine.undo(last.staged, version)))
+            undo = self._engine.undo(last.staged, version, in_flight=in_flight, spoilt=spoilt)
+            report = await self._or_fail(self._in_time(undo))
             if report is None:
                 self._on(Event.HUNG)
                 raise SwapError(f"undoing to version {version} did not end in time", hint="restart the replica")
             wrong = await self._difference(last.before)
             if wrong is not None:
                 self._on(Event.FAILED)
-                raise SwapError(f"undoing to version {version} left {wrong} wrong", hint="restart the replica")
+                raise SwapError(f"undoing to version {version}: {wrong}", hint="restart the replica")
             self._on(Event.UNDONE)
             self.table, self._last = last.table, None
         return report
 
     async def _in_time(self, call: Coroutine[Any, Any, T]) -> T | None:
         return await first(call, self._clock.sleep(self._limits.lease_s))
+
+
+def _told(check: Check | None) -> str | None:
+    return (
+        None
+        if check is None
+        else f"{check.name}, tile {check.tile.index}, in the engine's memory is not as it should be"
+    )

@@ -139,9 +139,16 @@ def _misfit(manifest: Manifest, what: str) -> ConflictError:
 
 def all_tiles(table: StateTable) -> Iterator[Check]:
     """The digest of every tile of a state."""
-    for number, digest in enumerate(table.tiles.tolist()):
-        spec, tile = table.outline.place(number)
-        yield Check(name=spec.name, tile=tile, digest=digest)
+    return iter(checks_of(table, range(table.outline.num_tiles)))
+
+
+def checks_of(table: StateTable, numbers: range) -> tuple[Check, ...]:
+    """The digests of some of its tiles."""
+    places = map(table.outline.place, numbers)
+    digests = table.tiles[numbers.start : numbers.stop].tolist()
+    return tuple(
+        Check(name=spec.name, tile=tile, digest=digest) for (spec, tile), digest in zip(places, digests, strict=True)
+    )
 
 
 def first_difference(engine: Engine, checks: Iterable[Check], threads: int, stop: Stop) -> Check | None:

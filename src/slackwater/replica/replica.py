@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from slackwater.checkpoint.manifest import Manifest
 from slackwater.checkpoint.outline import Outline
 from slackwater.clock import Clock
+from slackwater.config.in_flight import InFlight
 from slackwater.errors import (
+    CanaryError,
     ConflictError,
     CorruptError,
     SlackwaterError,
@@ -21,10 +23,13 @@ from slackwater.errors import (
 )
 from slackwater.ids import BootId, ReplicaId, RunId, StateDigest, Version
 from slackwater.replica.boot import OpenEngine, await_head, boot, check_committed
-from slackwater.replica.exchange import Exchange, ExchangeLimits
+from slackwater.replica.exchange import Exchange
 from slackwater.replica.extent import fitting
+from slackwater.replica.limits import ExchangeLimits
+from slackwater.replica.marked import MarkedAnswer
 from slackwater.replica.race import first
 from slackwater.replica.route import Route
+from slackwater.replica.scrub import scrub
 from slackwater.replica.source import HeadWatch, VersionSource
 from slackwater.replica.status import LastError, Mode, ReplicaStatus, State, SwapReport
 from slackwater.replica.swap import Stage
@@ -51,6 +56,10 @@ class ReplicaOptions:
     boot: BootId
     run: RunId
     exchange: ExchangeLimits = field(default_factory=ExchangeLimits)
+    in_flight: InFlight = InFlight.CONTINUE
+    """What swaps do with answers in flight, unless whoever sets a target says otherwise."""
+    scrub_s: float = 0.0
+    """Seconds in which all weights that serve are compared with their manifest once again, over and over; 0: never."""
     poll_s: float = 0.2
     """Seconds between looks for a lineage's first anchor."""
     retry_s: float = 0.5
@@ -81,6 +90,7 @@ class Replica:
         self._clock = clock
         self._route = Route(source)
         self._mode = Mode.FOLLOW
+        self._in_flight = options.in_flight
         self._engine: Engine | None = None
         self._exchange: Exchange | None = None
         self._head: Version | None = None
@@ -132,12 +142,18 @@ class Replica:
             self._started = True
             self._spawn(self._drive(), "drive")
             self._spawn(self._follow(), "follow")
+            if self._options.scrub_s:
+                self._spawn(scrub(exchange, self._clock, self._options.scrub_s), "scrub")
             undo.pop_all()
 
-    async def set_target(self, goal: Goal) -> ReplicaStatus:
+    async def set_target(self, goal: Goal, in_flight: InFlight | None = None) -> ReplicaStatus:
         """Go to ``goal``, or follow the head. Returns at once; the newest call wins.
 
         The same target again is no new work, but tries anew what failed.
+
+        Args:
+            goal: Where to.
+            in_flight: What the swaps there do with answers in flight; None: the replica's own mode.
 
         Raises:
             NotFoundError: The version isn't committed; nothing has changed.
@@ -151,10 +167,11 @@ class Replica:
         if call != self._calls:  # a newer call was made meanwhile: an older one never overtakes it
             return self.status()
         self._mode = Mode.FOLLOW if goal == "head" else Mode.MANUAL
+        self._in_flight = in_flight or self._options.in_flight
         self._aim(target)
         return self.status()
 
-    async def roll_back(self) -> ReplicaStatus:
+    async def roll_back(self, in_flight: InFlight | None = None) -> ReplicaStatus:
         """Undo the last commit and stay there: the mode becomes manual. Returns once that is settled.
 
         Raises:
@@ -166,6 +183,7 @@ class Replica:
             raise ConflictError("there is no commit to undo", hint="set an older version as the target")
         self._calls += 1
         self._mode = Mode.MANUAL
+        self._in_flight = in_flight or self._options.in_flight
         self._aim(back)
         return await self.settled()
 
@@ -187,9 +205,10 @@ class Replica:
             version=None if swap is None else swap.version,
             target=self._target,
             mode=self._mode,
+            swap_mode=self._in_flight,
             provisional=swap is not None and swap.provisional,
             state_digest=None if table is None else table.digest,
-            in_flight=self._in_flight(),
+            in_flight=self._under_way(),
             waiting=self._waiting,
             last_error=self._error,
             swaps=tuple(self._swaps),
@@ -206,11 +225,13 @@ class Replica:
 
     async def complete(self, request: CompletionRequest) -> Answer:
         """See `Completer.complete`."""
-        if self._engine is None or self.state is not State.SERVING:
+        exchange = self._exchange
+        if self._engine is None or exchange is None or self.state is not State.SERVING:
             raise UnavailableError(
                 f"replica {self._options.replica} is {self.state}", hint="ask again, or ask another replica"
             )
-        return await self._engine.generate(request)
+        answer = await self._engine.generate(request)
+        return MarkedAnswer(answer, request.request_id, lambda: exchange.unproven)
 
     def window(self) -> int:
         """See `Completer.window`; UnavailableError before the engine is open."""
@@ -229,7 +250,7 @@ class Replica:
         if self._engine is not None:
             await self._engine.close()
 
-    def _in_flight(self) -> int:
+    def _under_way(self) -> int:
         if self._engine is None or self._closed:
             return 0
         stats = self._engine.stats()
@@ -245,7 +266,7 @@ class Replica:
         head = await await_head(self._source, self._clock, self._options.poll_s)
         self._target = head if goal == "head" else check_committed(goal, head)
         limits = self._options.exchange
-        booted = await boot(self._source, self._route, self._target, self._open_engine, limits.threads)
+        booted = await boot(self._source, self._route, self._target, self._open_engine, self._clock, limits)
         self._engine = booted.engine
         self._exchange = Exchange(booted, self._source, self._clock, limits)
         return self._exchange
@@ -299,17 +320,18 @@ class Replica:
         """One exchange towards the target: an anchor, or all the deltas that fit into one."""
         exchange, target = _needed(self._exchange), _needed(self._target)
         if target == exchange.swap.previous:
-            self._swaps.append(await exchange.roll_back())
+            self._swaps.append(await exchange.roll_back(self._in_flight))
             return
         chain = await asyncio.to_thread(self._next, exchange.swap.version, target, exchange.table.outline)
         if target != self._target:
             return
         try:
-            report = await exchange.move_to(chain)
+            report = await exchange.move_to(chain, self._in_flight)
         except SlackwaterError as error:
             self._route.detour(chain[0].version, error)
             # What took the engine too long, or more than it has, may go in smaller steps.
-            self._singly = self._singly or isinstance(error, SwapError)
+            too_much = isinstance(error, SwapError) and not isinstance(error, CanaryError)
+            self._singly = self._singly or too_much
             raise
         if report is not None:
             self._route.trust()
@@ -339,7 +361,8 @@ class Replica:
             return
         self._waiting = True
         self._settled.set()
-        if self._mode is Mode.MANUAL:
+        # A canary costs the answers in flight: it is not tried again before somebody, or a newer version, asks for it.
+        if self._mode is Mode.MANUAL or isinstance(error, CanaryError):
             await self._changed.wait()
         else:
             await first(self._changed.wait(), self._clock.sleep(self._delay()))
@@ -380,6 +403,8 @@ class Replica:
         message = f"{task.get_name()} ended: {error!r}"
         self._error = LastError(kind=kind, message=message, version=self._target)
         _log.error("%s ended", task.get_name(), exc_info=error)
+        if self._exchange is not None:
+            self._exchange.stop()
         self._settled.set()
         self._changed.set()
 

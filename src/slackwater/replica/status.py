@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
+from slackwater.config.in_flight import InFlight
 from slackwater.ids import BootId, ReplicaId, RunId, StateDigest, Version
 from slackwater.replica.swap import Stage
 
@@ -49,12 +50,21 @@ class SwapReport:
     kind: Literal["delta", "anchor", "rollback"]
     deltas: int
     """How many deltas on the version before it took at once; 0 for an anchor and a roll-back."""
+    fetch_s: float
+    """Waiting for the versions' bytes, digests checked."""
+    decode_s: float
+    """Making writes of them, old and new bits checked."""
+    stage_s: float
+    """Handing these to the engine."""
     prepare_s: float
-    """Fetching, checking, decoding and staging, while the old version served."""
+    """All of that, while the old version served."""
+    drain_s: float
+    """Waiting for answers to end, while those that came later waited; 0 in other modes than ``drain``."""
     pause_s: float
     """No token was made in it; measured by the engine between its two steps."""
     verify_s: float
-    """Reading back and comparing, while the new version served provisionally."""
+    """Reading back and comparing, and the canary: while the new version served provisionally. Where the bits are proven
+    before it serves, that part is in ``pause_s``."""
     bytes_fetched: int
     """Bytes of the versions' objects, cached or not."""
     bytes_written: int
@@ -62,6 +72,8 @@ class SwapReport:
     """Tiles written and verified, each once."""
     in_flight: int
     """Answers that went on across the exchange."""
+    ended: int
+    """Answers that it ended."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +91,8 @@ class ReplicaStatus:
     target: Version | None
     """Where it is going; None before it knows."""
     mode: Mode
+    swap_mode: InFlight
+    """What a swap on the way to the target does with answers in flight."""
     provisional: bool
     """The bits of ``version`` are not compared with its manifest yet."""
     state_digest: StateDigest | None

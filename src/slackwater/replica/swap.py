@@ -15,7 +15,9 @@ The rules, which the table below spells out and `docs/swap.md` draws:
 7. A newer target ends an exchange only before its commit. After it, the exchange finishes first.
 8. Several deltas are one exchange, which aims at the last one. If a later one can't be prepared, the exchange is
    shortened: it aims at the one before.
-9. A pair that the table lacks is illegal. It is a bug, and says so.
+9. Where answers in flight are to end under the old weights, the engine is drained between staging and commit. A newer
+   target ends that too.
+10. A pair that the table lacks is illegal. It is a bug, and says so.
 """
 
 from collections.abc import Mapping
@@ -37,6 +39,8 @@ class Stage(StrEnum):
     """Bytes are fetched, checked and decoded while the old version serves."""
     STAGED = "staged"
     """The engine holds the writes and what undoing them needs."""
+    DRAINING = "draining"
+    """Answers under way end under the old weights; later ones wait."""
     COMMITTING = "committing"
     """The engine exchanges the bits at its next step boundary."""
     VERIFYING = "verifying"
@@ -58,14 +62,16 @@ class Event(StrEnum):
     """A delta after the first failed: the exchange makes the version before it."""
     PREPARED = "prepared"
     """The writes are decoded and staged."""
+    DRAIN = "drain"
+    """The engine is told to let its answers end."""
     COMMIT = "commit"
     """The engine is told to exchange."""
     COMMITTED = "committed"
     """The engine exchanged the bits and resumed."""
     AGREED = "agreed"
-    """The bits read back are the manifest's."""
+    """The bits read back are the manifest's, and the canary's answer is as expected."""
     DIFFERED = "differed"
-    """They are not, or could not be read."""
+    """They are not, or it is not, or that could not be found out."""
     ROLL_BACK = "roll_back"
     """The last commit is to be undone."""
     UNDONE = "undone"
@@ -111,6 +117,10 @@ MOVES: Final[Mapping[tuple[Stage, Event], Move]] = MappingProxyType({
     (Stage.PREPARING, Event.SHORTENED): _move(Stage.PREPARING, Effect.AIM),
     (Stage.PREPARING, Event.PREPARED): _move(Stage.STAGED),
     (Stage.STAGED, Event.SUPERSEDE): _move(Stage.IDLE, Effect.FORGET),
+    (Stage.STAGED, Event.DRAIN): _move(Stage.DRAINING),
+    (Stage.DRAINING, Event.SUPERSEDE): _move(Stage.IDLE, Effect.FORGET),
+    (Stage.DRAINING, Event.FAILED): _move(Stage.IDLE, Effect.FORGET),
+    (Stage.DRAINING, Event.COMMIT): _move(Stage.COMMITTING),
     (Stage.STAGED, Event.COMMIT): _move(Stage.COMMITTING),
     (Stage.COMMITTING, Event.FAILED): _move(Stage.IDLE, Effect.FORGET),
     (Stage.COMMITTING, Event.HUNG): _move(Stage.RETIRED, Effect.FORGET),
@@ -142,6 +152,16 @@ class Swap:
     def serves(self) -> bool:
         """Whether the weights in place may answer."""
         return self.stage is not Stage.RETIRED
+
+    @property
+    def unproven(self) -> frozenset[Version]:
+        """Versions that may make tokens now although their bits are not compared with their manifests yet."""
+        doubts = {
+            self.version if self.provisional else None,
+            self.goal if self.stage is Stage.COMMITTING else None,
+            self.previous if self.stage is Stage.UNDOING else None,
+        }
+        return frozenset(version for version in doubts if version is not None)
 
     @property
     def undo_version(self) -> Version | None:
@@ -193,7 +213,7 @@ def keeps(swap: Swap, target: Version) -> bool:
     A step upwards that doesn't pass the target is kept when the target moves on: a publisher that is faster
     than this replica must not starve it.
     """
-    if swap.goal is None or swap.stage not in (Stage.PREPARING, Stage.STAGED):
+    if swap.goal is None or swap.stage not in (Stage.PREPARING, Stage.STAGED, Stage.DRAINING):
         return True
     return swap.goal == target or swap.version < swap.goal < target
 

@@ -77,8 +77,8 @@ class TableStaged:
 
     writes: tuple[TileWrite, ...]
     saved: tuple[Bits, ...]
-    generation: int
-    """How often weights had been exchanged when it was staged; on others it is refused."""
+    generation: object
+    """Of the weights that it was staged on; on others it is refused."""
 
     @property
     def num_bytes(self) -> int:
@@ -135,7 +135,7 @@ class TableEngine:
         self._runs: list[TableRun] = []
         self._controls: deque[tuple[Callable[[], CommitReport], asyncio.Future[CommitReport]]] = deque()
         self._last: TableStaged | None = None
-        self._generation = 0
+        self._generation = object()
         self._seeds = count(1)
         self._cached: dict[tuple[int, ...], Version] = {}
         self._older: dict[tuple[int, ...], Version] = {}
@@ -261,15 +261,13 @@ class TableEngine:
         proof: Proof | None = None,
     ) -> CommitReport:
         """See `Engine.commit`."""
-        ours = _ours(staged)
-        return await self._between_steps(lambda: self._commit(ours, version, in_flight, proof))
+        return await self._between_steps(lambda: self._commit(_ours(staged), version, in_flight, proof))
 
     async def undo(
         self, staged: Staged, version: Version, *, in_flight: InFlight = InFlight.CONTINUE, spoilt: bool = False
     ) -> CommitReport:
         """See `Engine.undo`."""
-        ours = _ours(staged)
-        return await self._between_steps(lambda: self._undo(ours, version, in_flight, spoilt=spoilt))
+        return await self._between_steps(lambda: self._undo(_ours(staged), version, in_flight, spoilt=spoilt))
 
     async def abort_all(self) -> int:
         """See `Engine.abort_all`."""
@@ -315,9 +313,7 @@ class TableEngine:
 
     def _commit(self, staged: TableStaged, version: Version, in_flight: InFlight, proof: Proof | None) -> CommitReport:
         self._write(staged)
-        if proof is not None and (wrong := proof()) is not None:
-            self._restore(staged)
-            raise SwapError(f"{wrong} was not what it should be")
+        self._prove(staged, proof)
         self._last = staged
         self.commits += 1
         return self._flip(staged, version, in_flight, spoilt=None)
@@ -326,7 +322,7 @@ class TableEngine:
         """Write all, or none where a fault is scripted."""
         fail_at, self.faults.commit_at_write = self.faults.commit_at_write, None
         flip, self.faults.flip_bit = self.faults.flip_bit, False
-        if staged.generation != self._generation:
+        if staged.generation is not self._generation:
             raise SwapError("these writes were staged on other weights")
         for index, write in enumerate(staged.writes):
             if index == fail_at:
@@ -338,6 +334,16 @@ class TableEngine:
             raise SwapError("the commit failed after its last write")
         if flip and staged.writes:
             self._spoil(staged.writes[0])
+
+    def _prove(self, staged: TableStaged, proof: Proof | None) -> None:
+        wrong: str | None = "a proof that didn't end"
+        try:
+            wrong = proof() if proof else None
+        finally:
+            if wrong is not None:
+                self._restore(staged)
+        if wrong is not None:
+            raise SwapError(f"{wrong} was not what it should be")
 
     def _undo(self, staged: TableStaged, version: Version, in_flight: InFlight, *, spoilt: bool) -> CommitReport:
         fail, self.faults.undo = self.faults.undo, False
@@ -363,18 +369,19 @@ class TableEngine:
         begun = time.perf_counter()
         self._version = version
         self._stamp = self.stamp
-        self._generation += 1
+        self._generation = object()
         self._older.update(self._cached)
         self._older = {prompt: by for prompt, by in self._older.items() if by != spoilt}
         self._cached.clear()
-        for run in self._runs:
-            if run.made and not run.ended:
-                self._turn(run, in_flight, spoilt)
+        begun_runs = [run for run in self._runs if run.made and not run.ended]
+        for run in begun_runs:
+            self._turn(run, in_flight, spoilt)
         written = sum(write.values.nbytes for write in staged.writes)
         return CommitReport(
             pause_s=time.perf_counter() - begun,
             bytes_written=written,
             in_flight=self.stats().active,
+            ended=sum(run.ended for run in begun_runs),
         )
 
     def _turn(self, run: TableRun, in_flight: InFlight, spoilt: Version | None) -> None:
@@ -386,7 +393,7 @@ class TableEngine:
             run.end(Finish.POLICY_CHANGED)
         elif in_flight in (InFlight.ABORT, InFlight.DRAIN):
             run.end(Finish.SWAPPED)
-        elif in_flight is InFlight.RECOMPUTE:
+        elif in_flight is InFlight.RECOMPUTE or any(span.version == spoilt for span in run.kv):
             self._recompute(run)
             rows = len(run.request.prompt_ids) + run.made
             run.kv = (PolicySpan(version=self._version, start=0, end=rows),)
@@ -405,23 +412,23 @@ class TableEngine:
     async def _serve(self) -> None:
         while True:
             stepped = self._step()
-            self._settle_controls()
-            if not stepped:
+            if not (self._settle_controls() or stepped):
                 self._wake.clear()
                 await self._wake.wait()
             await asyncio.sleep(0)
 
-    def _settle_controls(self) -> None:
+    def _settle_controls(self) -> bool:
+        settled = False
         while self._controls and not self.faults.stall:
             change, future = self._controls.popleft()
+            self._draining, settled = False, True
             if future.done():  # its caller was cancelled before the boundary: nothing changes
                 continue
             try:
                 future.set_result(change())
             except SlackwaterError as error:
                 future.set_exception(error)
-            finally:
-                self._draining = False
+        return settled
 
     def _step(self) -> bool:
         """One token for each active answer; False where there is nothing to do."""
@@ -472,7 +479,8 @@ class TableEngine:
         known = {**self._older, **self._cached} if run.request.policy.any_kv else self._cached
         cached = len(prompt) if prompt in known else 0
         self._seated(run, cached, grown((), known.get(prompt, self._version), len(prompt)))
-        self._cached.setdefault(prompt, self._version)
+        if not cached:
+            self._cached[prompt] = self._version
 
     def _seated(self, run: TableRun, cached: int, kv: tuple[PolicySpan, ...]) -> None:
         """Note who has built the KV of a run's prompt, ``cached`` tokens of it before."""

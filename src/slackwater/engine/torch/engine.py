@@ -43,7 +43,6 @@ class TorchEngine:
         self._answers: Final[dict[int, TorchAnswer]] = {}
         self._keys: Final = count()
         self._failure = ""
-        self._quiet: Final = asyncio.Event()
         self._version = core.version
         self._events: Final = asyncio.get_running_loop()
         self._loop: Final = StepLoop(
@@ -150,9 +149,9 @@ class TorchEngine:
         core = self._living()
         try:
             await self._between_steps(core.drain)
-            self._quiet.clear()
-            self._look_for_quiet()
-            await self._quiet.wait()
+            # Those that have a token by now; were it any at any time, a drain that others end might never return.
+            for answer in [answer for answer in self._answers.values() if answer.under_way]:
+                await answer.ended()
         except asyncio.CancelledError:
             self.proceed()
             raise
@@ -171,15 +170,15 @@ class TorchEngine:
         proof: Proof | None = None,
     ) -> CommitReport:
         """See `Engine.commit`."""
-        ours, weights = _ours(staged), self._bits()
-        return await self._exchange(lambda: weights.commit(ours, proof), version, in_flight, spoilt=False)
+        weights = self._bits()
+        return await self._exchange(lambda: weights.commit(_ours(staged), proof), version, in_flight, spoilt=False)
 
     async def undo(
         self, staged: Staged, version: Version, *, in_flight: InFlight = InFlight.CONTINUE, spoilt: bool = False
     ) -> CommitReport:
         """See `Engine.undo`."""
-        ours, weights = _ours(staged), self._bits()
-        return await self._exchange(lambda: weights.undo(ours), version, in_flight, spoilt=spoilt)
+        weights = self._bits()
+        return await self._exchange(lambda: weights.undo(_ours(staged)), version, in_flight, spoilt=spoilt)
 
     async def abort_all(self) -> int:
         """See `Engine.abort_all`."""
@@ -204,7 +203,6 @@ class TorchEngine:
         for answer in self._answers.values():
             answer.end(Finish.ABORT)
         self._answers.clear()
-        self._quiet.set()
         self._weights = None
 
     async def _exchange(
@@ -222,16 +220,20 @@ class TorchEngine:
             events = core.relabel(version, in_flight=in_flight, spoilt=spoilt)
             pause = self._clock.monotonic() - began
             self._on_event_loop(lambda: self._deliver(events))
-            return CommitReport(pause_s=pause, bytes_written=written, in_flight=active - len(events))
+            ended = len(events)
+            return CommitReport(pause_s=pause, bytes_written=written, in_flight=active - ended, ended=ended)
 
-        return await self._between_steps(work)
+        try:
+            return await self._between_steps(work)
+        except asyncio.CancelledError:
+            self.proceed()  # it may not have come to its turn
+            raise
 
     async def _between_steps(self, work: Callable[[], _Value]) -> _Value:
         return await asyncio.wrap_future(self._loop.between_steps(work))
 
     def _abandon(self, key: int) -> None:
         self._answers.pop(key, None)
-        self._look_for_quiet()
         core = self._core
         if core and not self._failure:
             self._loop.between_steps(lambda: core.abort(key))
@@ -250,12 +252,6 @@ class TorchEngine:
             _tell(answer, event)
             if answer.over:
                 del self._answers[event.key]
-        self._look_for_quiet()
-
-    def _look_for_quiet(self) -> None:
-        """Tell a drain, if there is one, when no answer is under way."""
-        if not self._quiet.is_set() and not any(answer.under_way for answer in self._answers.values()):
-            self._quiet.set()
 
     def _die(self, error: Exception) -> None:
         self._failure = self._failure or f"its loop died: {error}"
@@ -263,7 +259,6 @@ class TorchEngine:
         for answer in self._answers.values():
             answer.fail(self._unavailable())
         self._answers.clear()
-        self._quiet.set()
 
     def _unavailable(self) -> SlackwaterError:
         return UnavailableError(f"the engine doesn't answer: {self._failure}", hint="start the replica again")

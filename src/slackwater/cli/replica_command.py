@@ -1,0 +1,68 @@
+"""The command line of `slackwater replica`. What it composes is imported when it runs."""
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from slackwater.cli.ending import Ending
+from slackwater.cli.keys import keys_from
+from slackwater.cli.options import BucketUrl, Host, Port, RunName, Supervised, Trust
+from slackwater.cli.typed import one_of
+from slackwater.config.in_flight import InFlight
+from slackwater.config.process import ReplicaSettings, SwapSettings
+from slackwater.ids import ReplicaId, run_id
+from slackwater.telemetry import log
+
+_MODES = tuple(mode.value for mode in InFlight)
+
+
+def replica(  # one option each
+    bucket: BucketUrl,
+    run: RunName,
+    name: Annotated[str, typer.Option(help="The replica's name, stable over restarts.")] = "replica-0",
+    host: Host = "127.0.0.1",
+    port: Port = 8100,
+    cache: Annotated[Path | None, typer.Option(help="Where verified bytes are kept.")] = None,
+    slots: Annotated[int, typer.Option(min=1, max=256, help="Answers decoded at once.")] = 16,
+    threads: Annotated[int, typer.Option(min=1, max=256, help="torch threads of the engine.")] = 1,
+    window: Annotated[int, typer.Option(min=32, help="Context window in tokens.")] = 1024,
+    model: Annotated[str, typer.Option(help="Name under which the gateway asks.")] = "policy",
+    in_flight: Annotated[
+        str,
+        typer.Option(parser=one_of(*_MODES), metavar="|".join(_MODES), help="What swaps do with answers in flight."),
+    ] = "continue",
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Compare all bits of a swap in its pause, before the version serves.")
+    ] = False,
+    lease: Annotated[float, typer.Option(min=1, help="Seconds in which the engine must stage, commit or undo.")] = 30.0,
+    drain: Annotated[float, typer.Option(min=0, help="Seconds that --in-flight drain waits for answers.")] = 120.0,
+    canary: Annotated[float, typer.Option(min=1, help="Seconds in which a canary must be answered.")] = 60.0,
+    scrub: Annotated[
+        float, typer.Option(min=0, help="Seconds in which all weights are compared again, over and over; 0: never.")
+    ] = 600.0,
+    max_deltas: Annotated[int, typer.Option(min=1, help="Deltas that one swap takes at most.")] = 32,
+    trust: Trust = None,
+    supervised: Supervised = False,
+) -> None:
+    """Serve one replica that follows the run's head. Keys come from the environment."""
+    ending = Ending.watch(supervised=supervised)
+    log.configure(name)
+    swaps = SwapSettings(
+        in_flight=InFlight(in_flight),
+        strict=strict,
+        lease_s=lease,
+        drain_s=drain,
+        canary_s=canary,
+        scrub_s=scrub,
+        max_deltas=max_deltas,
+    )
+    settings = ReplicaSettings(
+        bucket=bucket, run=run_id(run), replica=ReplicaId(run_id(name)), host=host, port=port, cache=cache,
+        slots=slots, threads=threads, window=window, model=model, trust=trust or (), swaps=swaps,
+    )  # fmt: skip
+    keys = keys_from()
+    from slackwater.cli.replica import run_replica
+
+    asyncio.run(run_replica(settings, keys, ending))
