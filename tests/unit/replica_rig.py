@@ -8,9 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
+from slackwater.checkpoint.canary import Canary
 from slackwater.checkpoint.codec import Level
 from slackwater.checkpoint.manifest import Manifest
 from slackwater.checkpoint.tensor import Bits, TensorSpec
+from slackwater.config.in_flight import InFlight
 from slackwater.delivery.fetcher import Bodies, Fetcher
 from slackwater.delivery.watcher import Watcher
 from slackwater.engine.base import Engine
@@ -117,6 +119,8 @@ class Rig:
         bucket: MemoryBucket | None = None,
         level: Level = "fast",
         limits: ExchangeLimits | None = None,
+        in_flight: InFlight = InFlight.CONTINUE,
+        scrub_s: float = 0.0,
     ) -> None:
         self.clock = ManualClock()
         self.bucket = bucket or MemoryBucket()
@@ -134,6 +138,8 @@ class Rig:
             boot=BootId("boot-1"),
             run=RUN,
             exchange=limits or ExchangeLimits(lease_s=30.0, threads=1),
+            in_flight=in_flight,
+            scrub_s=scrub_s,
         )
         watch = Watcher(self.fetcher, self.clock, 0.2)
         self.replica = Replica(options, self.source, watch, self.open_engine, self.clock)
@@ -149,11 +155,19 @@ class Rig:
         self.opened_at.append(version)
         return self.engines[-1]
 
-    def publish(self, count: int = 1, *, anchor: bool = False, weights: dict[str, Bits] | None = None) -> None:
+    def publish(
+        self,
+        count: int = 1,
+        *,
+        anchor: bool = False,
+        weights: dict[str, Bits] | None = None,
+        canary: Canary | None = None,
+    ) -> None:
         for _ in range(count):
             made = weights or weights_at(len(self.truth))
             self.truth.append(made)
-            self._publisher.publish(BitsSource(made), step=len(self.truth), folder_files=self._model, anchor=anchor)
+            source, step = BitsSource(made), len(self.truth)
+            self._publisher.publish(source, step=step, folder_files=self._model, anchor=anchor, canary=canary)
 
     async def start(self, goal: Goal = "head", versions: int = 1) -> "Rig":
         self.publish(versions)

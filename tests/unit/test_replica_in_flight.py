@@ -1,0 +1,277 @@
+"""What a replica's swaps do with answers in flight, and what is looked at before a version counts as served."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from replica_rig import SPECS, Rig, request, until, weights_at
+
+from slackwater.checkpoint.canary import Canary
+from slackwater.config.in_flight import InFlight
+from slackwater.errors import SlackwaterError, UnavailableError, UnsupportedError
+from slackwater.ids import Version
+from slackwater.replica.limits import ExchangeLimits
+from slackwater.replica.status import State
+from slackwater.replica.swap import Stage
+from slackwater.rollout.completer import Answer
+from slackwater.rollout.evidence import Completion, Finish, collect, kv_spans
+from slackwater.rollout.request import PolicyConstraint
+from slackwater.testing.engine import TableEngine
+
+OpenRig = Callable[..., Rig]
+
+
+@pytest.fixture
+async def opened(tmp_path: Path) -> AsyncIterator[OpenRig]:
+    rigs: list[Rig] = []
+
+    def open_rig(**options: object) -> Rig:
+        rigs.append(Rig(tmp_path, **options))  # type: ignore[arg-type]
+        return rigs[-1]
+
+    yield open_rig
+    for rig in rigs:
+        for engine in rig.engines:
+            engine.release()
+        await rig.close()
+
+
+async def whole(answer: Answer) -> Completion:
+    steps = [step async for step in answer]
+    return collect(answer.origin, steps, answer.finish)
+
+
+async def begun(rig: Rig, tokens: int = 4, **asked: object) -> Answer:
+    """An answer with one token, in an engine that stands still."""
+    rig.engine.hold()
+    answer = await rig.replica.complete(request(tokens, **asked))  # type: ignore[arg-type]
+    rig.engine.release(1)
+    await until(lambda: rig.engine._steps_allowed == 0)
+    return answer
+
+
+async def canary_of(step: int, tolerance: float = 0.001) -> Canary:
+    """What a table engine with the weights of a step makes of a prompt."""
+    engine = TableEngine(weights_at(step), SPECS)
+    answer = await whole(await engine.generate(request(3, prompt=(5, 6))))
+    await engine.close()
+    return Canary(prompt=(5, 6), tokens=answer.token_ids, logprobs=answer.logprobs, tolerance=tolerance)
+
+
+@pytest.mark.parametrize("mode", [InFlight.CONTINUE, InFlight.RECOMPUTE])
+async def test_answers_go_on_and_say_who_built_their_kv(opened: OpenRig, mode: InFlight) -> None:
+    rig = await opened(in_flight=mode).start()
+    answer = await begun(rig)
+    rig.publish()
+    await rig.follow()
+    rig.engine.release()
+    steps = (await whole(answer)).steps
+    assert [step.version for step in steps] == [0, 1, 1, 1]
+    built = [(span.version, span.start, span.end) for span in kv_spans(3, steps)]
+    assert built == ([(0, 0, 3), (1, 3, 6)] if mode is InFlight.CONTINUE else [(1, 0, 6)])
+
+
+async def test_f38_abort_gives_every_token_so_far(opened: OpenRig) -> None:
+    rig = await opened(in_flight=InFlight.ABORT).start()
+    answer, waiting = await begun(rig), await rig.replica.complete(request(2, name="later"))
+    rig.publish()
+    report = (await rig.follow()).swaps[-1]
+    rig.engine.release()
+    cut, later = await whole(answer), await whole(waiting)
+    assert (len(cut.steps), cut.finish, report.ended) == (1, Finish.SWAPPED, 1)
+    assert [step.version for step in later.steps] == [1, 1]
+
+
+async def test_f38_drain_lets_everyone_finish_on_the_old_version(opened: OpenRig) -> None:
+    rig = await opened(in_flight=InFlight.DRAIN).start()
+    answer, waiting = await begun(rig), await rig.replica.complete(request(2, name="later"))
+    rig.publish()
+    await rig.clock.advance(0.2)
+    await until(lambda: rig.replica.status().stage is Stage.DRAINING)
+    rig.engine.release()
+    first, later = await whole(answer), await whole(waiting)
+    assert (first.finish, {step.version for step in first.steps}) == (Finish.LENGTH, {0})
+    assert {step.version for step in later.steps} == {1}
+    await until(lambda: rig.replica.status().version == 1)
+
+
+async def test_a2_19_a_drain_for_an_answer_that_never_ends_is_over_at_its_limit(
+    opened: OpenRig, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = await opened(in_flight=InFlight.DRAIN, limits=ExchangeLimits(drain_s=50.0, threads=1)).start()
+    answer = await begun(rig, tokens=4, name="endless")
+    rig.publish()
+    await rig.clock.advance(0.2)
+    await until(lambda: rig.replica.status().stage is Stage.DRAINING)
+    await rig.clock.advance(50.0)
+    caplog.set_level("INFO")
+    cut = await whole(answer)
+    assert (cut.finish, len(cut.steps)) == (Finish.SWAPPED, 1)
+    assert "request endless after 1 tokens" in caplog.text
+    await until(lambda: rig.replica.status().version == 1)
+
+
+async def test_a_newer_target_ends_a_drain_and_those_who_wait_get_their_turn(opened: OpenRig) -> None:
+    rig = await opened().start()
+    answer, waiting = await begun(rig), await rig.replica.complete(request(2, name="later"))
+    rig.publish()
+    await rig.replica.set_target(Version(1), InFlight.DRAIN)
+    await until(lambda: rig.replica.status().stage is Stage.DRAINING)
+    await rig.replica.set_target(Version(0))
+    await until(lambda: rig.replica.status().stage is Stage.IDLE)
+    rig.engine.release()
+    assert {step.version for one in (answer, waiting) for step in (await whole(one)).steps} == {0}
+    assert rig.replica.status().swap_mode is InFlight.CONTINUE
+
+
+async def test_an_exact_version_is_served_whole_by_a_drain(opened: OpenRig) -> None:
+    rig = await opened(in_flight=InFlight.DRAIN).start()
+    exact = PolicyConstraint(exact_version=Version(0))
+    answer = await begun(rig, policy=exact)
+    rig.publish()
+    await rig.clock.advance(0.2)
+    await until(lambda: rig.replica.status().stage is Stage.DRAINING)
+    rig.engine.release()
+    assert (await whole(answer)).finish is Finish.LENGTH
+
+
+async def test_a_roll_back_does_not_wait_for_a_drain(opened: OpenRig) -> None:
+    rig = await opened(in_flight=InFlight.DRAIN).start(versions=2)
+    await rig.replica.set_target(Version(0))
+    rig.publish()
+    await rig.replica.set_target(Version(2))
+    await rig.replica.settled()
+    answer = await begun(rig)
+    await rig.replica.roll_back()
+    assert (await whole(answer)).finish is Finish.SWAPPED
+
+
+async def test_strict_puts_a_spoilt_commit_back_before_a_token_is_made(opened: OpenRig) -> None:
+    rig = await opened(limits=ExchangeLimits(strict=True, threads=1)).start()
+    answer = await begun(rig, tokens=8)
+    rig.publish()
+    rig.engine.faults.flip_bit = True
+    await rig.clock.advance(0.2)
+    await until(lambda: rig.replica.status().waiting)
+    status = rig.replica.status()
+    assert (status.version, status.state, status.provisional) == (0, State.SERVING, False)
+    assert status.last_error is not None
+    assert "a.weight, tile 0" in status.last_error.message
+    assert rig.holds(0)
+    rig.engine.release()
+    done = await whole(answer)
+    assert {step.version for step in done.steps} == {0}
+    assert not any(step.provisional for step in done.steps)
+
+
+async def test_strict_versions_are_never_provisional(opened: OpenRig) -> None:
+    rig = await opened(limits=ExchangeLimits(strict=True, threads=1)).start()
+    answer = await begun(rig)
+    rig.publish()
+    await rig.follow()
+    rig.engine.release()
+    assert [(step.version, step.provisional) for step in (await whole(answer)).steps] == [(0, False)] + [(1, False)] * 3
+
+
+@pytest.mark.parametrize("strict", [False, True])
+async def test_tokens_before_everything_is_looked_at_say_so(opened: OpenRig, strict: bool) -> None:
+    rig = await opened(limits=ExchangeLimits(strict=strict, threads=1)).start()
+    answer = await begun(rig, tokens=8)
+    rig.publish(canary=await canary_of(1))
+    await rig.clock.advance(0.2)
+    await until(lambda: rig.engine.stats().active == 2)  # the canary was asked
+    steps = aiter(answer)
+    got = [await anext(steps)]
+    rig.engine.release(1)
+    got.append(await anext(steps))
+    rig.engine.release(2)
+    await until(lambda: not rig.replica.status().provisional)
+    rig.engine.release()
+    got += [step async for step in steps]
+    assert [step.version for step in got] == [0] + [1] * 7
+    assert [step.provisional for step in got[:2]] == [False, True]
+    assert not any(step.provisional for step in got[4:])
+
+
+async def test_a1_05_a_canary_that_is_answered_as_expected_confirms_the_version(opened: OpenRig) -> None:
+    rig = await opened().start()
+    rig.publish(canary=await canary_of(1))
+    status = await rig.follow()
+    assert (status.version, status.provisional, status.last_error) == (1, False, None)
+
+
+async def test_a1_05_a_canary_that_is_off_undoes_the_swap_once(opened: OpenRig) -> None:
+    rig = await opened().start()
+    answer = await begun(rig, tokens=4000)
+    rig.engine.release()
+    rig.publish(canary=await canary_of(2))
+    status = await rig.follow()
+    assert (status.version, status.state) == (0, State.SERVING)
+    assert status.last_error is not None
+    assert (status.last_error.kind, "the canary's token 1 of 3" in status.last_error.message) == ("canary", True)
+    with pytest.raises(UnavailableError, match="taken back"):
+        await whole(answer)
+    commits = rig.engine.commits
+    await rig.clock.advance(300.0)
+    assert rig.engine.commits == commits
+    rig.publish(canary=await canary_of(2))
+    await rig.clock.advance(0.5)
+    await until(lambda: rig.replica.status().version == 2)
+    assert rig.holds(2)
+
+
+@pytest.mark.parametrize("tokens", [(5, 6), (4999, 5000)], ids=["no answer in time", "ids that the model lacks"])
+async def test_a_canary_that_cannot_be_answered_undoes_the_swap(opened: OpenRig, tokens: tuple[int, ...]) -> None:
+    rig = await opened(limits=ExchangeLimits(canary_s=20.0, threads=1)).start()
+    rig.engine.hold()
+    rig.publish(canary=Canary(prompt=tokens, tokens=(1,), logprobs=(-1.5,)))
+    await rig.clock.advance(0.2)
+    await rig.turn_until(lambda: rig.replica.status().last_error is not None)
+    status = rig.replica.status()
+    assert (status.version, status.last_error and status.last_error.kind) == (0, "canary")
+
+
+async def test_an_anchor_whose_canary_is_off_is_not_served_at_the_start(opened: OpenRig) -> None:
+    rig = opened()
+    rig.publish(canary=await canary_of(1))
+    starting = asyncio.ensure_future(rig.replica.start())
+    await until(lambda: rig.replica.status().last_error is not None)
+    error = rig.replica.status().last_error
+    assert (rig.replica.state, error and error.kind) == (State.STARTING, "canary")
+    starting.cancel()
+    with suppress(asyncio.CancelledError):
+        await starting
+
+
+async def test_memory_that_changes_by_itself_retires_the_replica(opened: OpenRig) -> None:
+    rig = await opened(scrub_s=100.0).start()
+    answer = await begun(rig)
+    rig.engine.poke("b.weight", 3)
+    await rig.turn_until(lambda: rig.replica.state is State.RETIRED)
+    error = rig.replica.status().last_error
+    assert error is not None
+    assert "b.weight, tile 0" in error.message
+    await until(lambda: answer.finish is Finish.ABORT)
+    with pytest.raises(UnavailableError):
+        await rig.replica.complete(request())
+
+
+async def test_scrubbing_goes_on_over_swaps_and_finds_nothing_in_good_weights(opened: OpenRig) -> None:
+    rig = await opened(scrub_s=3.0).start()
+    for _ in range(4):
+        rig.publish()
+        await rig.turn_until(lambda: rig.replica.status().version == len(rig.truth) - 1)
+        await rig.clock.advance(5.0)
+    assert rig.replica.state is State.SERVING
+
+
+async def test_a2_02_what_an_engine_cannot_do_is_said_and_activates_nothing(opened: OpenRig) -> None:
+    rig = await opened().start()
+    rig.publish()
+    rig.engine.faults.stage = UnsupportedError("this engine can't exchange weights in place")
+    status = await rig.follow()
+    assert (status.version, status.last_error and status.last_error.kind) == (0, "unsupported")
+    with suppress(SlackwaterError):
+        await rig.replica.close()
