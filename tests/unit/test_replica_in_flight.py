@@ -204,15 +204,19 @@ async def test_a1_05_a_canary_that_is_answered_as_expected_confirms_the_version(
 
 async def test_a1_05_a_canary_that_is_off_undoes_the_swap_once(opened: OpenRig) -> None:
     rig = await opened().start()
-    answer = await begun(rig, tokens=4000)
-    rig.engine.release()
+    answer = await begun(rig, tokens=8)
     rig.publish(canary=await canary_of(2))
-    status = await rig.follow()
+    await rig.clock.advance(0.2)
+    await until(lambda: rig.engine.stats().active == 2)  # the canary was asked
+    rig.engine.release(3)
+    await until(lambda: rig.replica.status().waiting)
+    status = rig.replica.status()
     assert (status.version, status.state) == (0, State.SERVING)
     assert status.last_error is not None
     assert (status.last_error.kind, "the canary's token 1 of 3" in status.last_error.message) == ("canary", True)
     with pytest.raises(UnavailableError, match="taken back"):
         await whole(answer)
+    rig.engine.release()
     commits = rig.engine.commits
     await rig.clock.advance(300.0)
     assert rig.engine.commits == commits
