@@ -45,6 +45,7 @@ PLANTED: Final = {
     "half of the tensors written before a step": (StampBugs(torn_step=True), "I1"),
     "KV kept over a swap": (StampBugs(keep_kv=True), "I8"),
     "KV kept over a swap in silence": (StampBugs(keep_kv=True, hide_reuse=True), "I1"),
+    "answers not computed again": (StampBugs(skip_recompute=True), "I1"),
     "a request lost": (StampBugs(lose_waiting=True), "I5"),
 }
 

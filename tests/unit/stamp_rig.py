@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 from replica_rig import RUN, BitsSource, weights_at
 
 from slackwater.checkpoint.manifest import Manifest
+from slackwater.config.in_flight import InFlight
 from slackwater.delivery.fetcher import Bodies, Fetcher, HeadView
 from slackwater.delivery.watcher import Watcher
 from slackwater.engine.base import Engine
@@ -136,7 +137,7 @@ class World:
 
     def _made(self) -> Replica:
         self._boots += 1
-        limits = ExchangeLimits(lease_s=LEASE_S, threads=1)
+        limits = ExchangeLimits(lease_s=LEASE_S, drain_s=LEASE_S, threads=1)
         options = ReplicaOptions(replica=self._name, boot=self.boot, run=RUN, exchange=limits)
         return Replica(options, self.source, Watcher(self.source, self.clock, POLL_S), self._open_engine, self.clock)
 
@@ -172,9 +173,9 @@ class World:
             self.source.newest = Version(self.source.newest + 1)
             self.log.append(self._lineage.published(self.source.newest))
 
-    def steer(self, goal: Goal) -> None:
+    def steer(self, goal: Goal, in_flight: InFlight | None = None) -> None:
         self.log.append(Steered(replica=self._name, goal=None if goal == "head" else goal))
-        self._spawn(self._timed("a target", lambda: self.replica.set_target(goal)))
+        self._spawn(self._timed("a target", lambda: self.replica.set_target(goal, in_flight)))
 
     def roll_back(self) -> None:
         exchange = self.replica._exchange
@@ -308,7 +309,7 @@ async def _act(world: World, chance: random.Random) -> None:
         case 0:
             world.publish()
         case 1:
-            world.steer(chance.choice(("head", Version(chance.randint(0, newest)))))
+            world.steer(chance.choice(("head", Version(chance.randint(0, newest)))), chance.choice((None, *InFlight)))
         case 2:
             world.roll_back()
         case 3:
@@ -334,7 +335,7 @@ _ODDS: Final = (4, 4, 1, 7, 1, 7, 8, 2, 2, 0.5)
 def _request(newest: Version, chance: random.Random) -> tuple[tuple[int, ...], int, PolicyConstraint, tuple[int, ...]]:
     version = Version(chance.randint(0, newest))
     some = (PolicyConstraint(exact_version=version), PolicyConstraint(min_version=version))
-    policy = chance.choice((ANY_POLICY, ANY_POLICY, *some))
+    policy = chance.choice((ANY_POLICY, ANY_POLICY, PolicyConstraint(any_kv=True), *some))
     forced = (5, 6, 7) if chance.random() < 0.1 else ()
     return chance.choice(PROMPTS), chance.randint(1, 30), policy, forced
 
