@@ -249,6 +249,17 @@ async def test_an_anchor_whose_canary_is_off_is_not_served_at_the_start(opened: 
         await starting
 
 
+async def test_a_newer_version_frees_a_start_from_one_whose_canary_is_off(opened: OpenRig) -> None:
+    rig = opened()
+    rig.publish()
+    rig.publish(canary=await canary_of(2))
+    starting = asyncio.ensure_future(rig.replica.start())
+    await until(lambda: rig.replica.status().last_error is not None)
+    rig.publish()
+    await rig.turn_until(starting.done)
+    assert (rig.replica.state, rig.replica.status().version) == (State.SERVING, 2)
+
+
 async def test_memory_that_changes_by_itself_retires_the_replica(opened: OpenRig) -> None:
     rig = await opened(scrub_s=100.0).start()
     answer = await begun(rig)

@@ -1,11 +1,13 @@
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from replica_rig import RUN, SPECS, Rig, request, until, weights_at
 
+from slackwater.checkpoint.keys import manifest_key
 from slackwater.checkpoint.tensor import TensorSpec
 from slackwater.errors import AuthError, ConflictError, NotFoundError, SwapError, UnavailableError
 from slackwater.ids import ObjectDigest, Version
@@ -488,3 +490,24 @@ async def test_an_engine_that_holds_other_bits_than_the_anchor_never_serves(
 def test_the_rig_changes_few_elements_per_step() -> None:
     changed = sum(int(np.count_nonzero(weights_at(1)[name] != weights_at(0)[name])) for name in SPECS)
     assert 0 < changed < 12
+
+
+async def test_f16_a_bucket_that_was_set_back_is_told_and_changes_nothing(rig: Rig) -> None:
+    await rig.start(versions=4)
+    for version in (2, 3):
+        rig.bucket.delete(manifest_key(RUN, Version(version)))
+    await rig.turn_until(lambda: rig.replica.status().receded)
+    status = rig.replica.status()
+    assert (status.version, status.target, status.head, status.state) == (3, 3, 3, State.SERVING)
+    await rig.replica.set_target(Version(1))
+    assert (await rig.replica.settled()).version == 1
+
+
+async def test_f19_a_bucket_that_does_not_answer_is_told_and_the_version_serves_on(rig: Rig) -> None:
+    await rig.start()
+    away = UnavailableError("the store is away")
+    look, rig.fetcher.look = rig.fetcher.look, Mock(side_effect=away)  # type: ignore[method-assign]
+    await rig.turn_until(lambda: rig.replica.status().trouble != "")
+    assert (rig.replica.status().trouble, rig.replica.state) == (str(away), State.SERVING)
+    rig.fetcher.look = look  # type: ignore[method-assign]
+    await rig.turn_until(lambda: rig.replica.status().trouble == "")

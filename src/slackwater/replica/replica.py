@@ -137,7 +137,7 @@ class Replica:
             exchange = await self._until_done(lambda: self._boot(goal))
             self._aim(await self._until_done(lambda: self._resolve(goal)))
             while exchange.swap.version != self._target:
-                await self._until_done(self._step)
+                await self._until_done(lambda: self._attempt(goal))
             self._reached()
             self._started = True
             self._spawn(self._drive(), "drive")
@@ -204,6 +204,9 @@ class Replica:
             stage=Stage.IDLE if swap is None else swap.stage,
             version=None if swap is None else swap.version,
             target=self._target,
+            head=self._head,
+            receded=self._watch.receded,
+            trouble="" if self._watch.trouble is None else str(self._watch.trouble),
             mode=self._mode,
             swap_mode=self._in_flight,
             provisional=swap is not None and swap.provisional,
@@ -315,6 +318,13 @@ class Replica:
                 await self._pause(error)
         self._settled.set()
         await self._abandon()
+
+    async def _attempt(self, goal: Goal) -> None:
+        """One exchange at the start. After a failure the goal is looked up anew: a newer version may do better."""
+        if self._failures:
+            self._move_target(await self._resolve(goal))
+        if _needed(self._exchange).swap.version != self._target:
+            await self._step()
 
     async def _step(self) -> None:
         """One exchange towards the target: an anchor, or all the deltas that fit into one."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from slackwater.checkpoint.manifest import BodyEntry, Manifest
+from slackwater.errors import SlackwaterError
 from slackwater.ids import Version
 
 
@@ -44,6 +45,16 @@ class VersionSource(Protocol):
 
 class HeadWatch(Protocol):
     """Tells of new heads. `slackwater.delivery.watcher.Watcher` is one."""
+
+    @property
+    def trouble(self) -> SlackwaterError | None:
+        """Why the last look failed; None where it didn't."""
+        ...
+
+    @property
+    def receded(self) -> bool:
+        """Whether the bucket was set back below the version known, which is refused."""
+        ...
 
     def versions(self, after: Version | None) -> AsyncIterator[Version]:
         """Each newer head once it is seen, the newest only; ends by cancellation."""

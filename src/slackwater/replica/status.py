@@ -90,6 +90,12 @@ class ReplicaStatus:
     """The label of the weights in place; None before the first anchor is loaded."""
     target: Version | None
     """Where it is going; None before it knows."""
+    head: Version | None
+    """The newest version that it knows of."""
+    receded: bool
+    """The bucket shows an older head than that: it was set back, and what it shows is refused."""
+    trouble: str
+    """Why the last look at the bucket failed; empty where it didn't."""
     mode: Mode
     swap_mode: InFlight
     """What a swap on the way to the target does with answers in flight."""
