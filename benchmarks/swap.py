@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import json
 import logging
+import os
 import statistics
 import sys
 import tempfile
@@ -27,6 +28,7 @@ import pairs
 import swap_served
 import swap_still
 import swap_tables
+import vllm_reload
 from claims import SWAP_AT_LEAST, SWAP_AT_MOST, Claim, claim, line
 from pairs import Pair, States
 from slackwater.trainer.recipes.smollm2 import ensure_model
@@ -75,7 +77,12 @@ class Measured:
 
 
 def run(
-    side_files: Path, load: Callable[[str], Pair], work: Path, scale: Scale, show: Callable[[object], None]
+    side_files: Path,
+    load: Callable[[str], Pair],
+    work: Path,
+    scale: Scale,
+    show: Callable[[object], None],
+    reloads: Sequence[float] = (),
 ) -> Measured:
     """Measure everything.
 
@@ -85,6 +92,7 @@ def run(
         work: A folder on a disk.
         scale: How much.
         show: Takes each table when it is done.
+        reloads: Seconds of vLLM's reloads, told in the table.
     """
     work.mkdir(parents=True, exist_ok=True)
     still: dict[str, Still] = {}
@@ -98,7 +106,7 @@ def run(
             still[name] = asyncio.run(swap_still.measure(name, model, new_file, pair, beside=beside, samples=samples))
             if name in SETS:
                 served.append(asyncio.run(swap_served.measured(name, root, model, pair, scale.swaps)))
-    show(swap_tables.still(tuple(still.values())))
+    show(swap_tables.still(tuple(still.values()), reloads))
     show(swap_tables.served(served))
     return Measured(still=still, served=tuple(served))
 
@@ -202,7 +210,8 @@ def main() -> None:
     show(f"{measure.machine()}; last cache {cache_bytes() >> 20} MiB")
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         model = ensure_model(Path(scratch) / "model")
-        found = claims(run(model, pairs.load, Path(scratch), QUICK if quick else Scale(), show))
+        reloads = vllm_reload.measured(model, vllm_reload.interpreter(os.environ), show)
+        found = claims(run(model, pairs.load, Path(scratch), QUICK if quick else Scale(), show, reloads))
     if quick:  # speeds of a few samples are no speeds
         found = [item if item.name in _EXACT else replace(item, target=None) for item in found]
     show(f"load average over a minute: {before:.2f} before, {measure.load():.2f} after")

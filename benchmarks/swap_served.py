@@ -106,15 +106,16 @@ class _Follower:
         options = ReplicaOptions(replica=ReplicaId("replica-0"), boot=BootId("boot-0"), run=RUN, exchange=limits)
         clock = StillClock()
         self.replica = Replica(options, self.fetcher, Watcher(self.fetcher, clock, POLL_S), self._open, clock)
+        self._engine: Engine | None = None
         self._live: Live | None = None
 
     async def _open(self, folder: Path, version: Version) -> Engine:
-        engine, self._live = await open_engine(folder, version, StillClock())
-        return engine
+        self._engine, self._live = await open_engine(folder, version, StillClock())
+        return self._engine
 
     def in_place(self) -> Version:
-        version = self.replica.status().version
-        return Version(-1) if version is None else version
+        """The engine's own label: the replica's status learns of it a little later than tokens may be read."""
+        return Version(-1) if self._engine is None else self._engine.stats().version
 
     async def publish(self, number: int) -> float:
         """Commit the old state where the number is even, the new one where it is odd; when it was."""

@@ -14,8 +14,8 @@ _MILLI: Final = 1e3
 _MEGA: Final = 1e6
 
 
-def still(found: Sequence[Still]) -> Table:
-    """Milliseconds of still moments; the limit first."""
+def still(found: Sequence[Still], reloads: Sequence[float] = ()) -> Table:
+    """Milliseconds of still moments; the limit first. vLLM's reloads take the same whatever changes."""
     heads = [f"{item.name}: {100 * item.share:.2f} %" for item in found]
     table = _table("Still moments, ms: median (least to most), samples", ("", *heads))
     rows = {
@@ -25,6 +25,8 @@ def still(found: Sequence[Still]) -> Table:
     }
     for name, seconds in rows.items():
         table.add_row(name, *map(_spread, seconds))
+    if reloads:
+        table.add_row("vLLM's reload, files warm", *(_spread(reloads) for _ in found))
     table.add_row("nan patch, making its tensors", *(f"{_MILLI * item.nan_made:.0f}" for item in found))
     table.add_row("staged, MB", *(f"{item.staged_bytes / _MEGA:.2f}" for item in found))
     return table

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,8 @@ import claims
 import swap
 import swap_peers
 import swap_still
+import swap_tables
+import vllm_reload
 from pairs import Pair, copy
 from slackwater.checkpoint.outline import Outline
 from slackwater.errors import InternalError
@@ -21,6 +24,7 @@ from slackwater.testing.tiny_model import write_tiny_model
 from slackwater.weights.source import FolderSource
 from swap_load import StillClock, Streams, Token
 from swap_peers import Live, Peer
+from swap_still import Still
 
 SCALE = swap.Scale(samples=3, beside=2, dense_samples=2, swaps=2)
 STILL = {"pause_p50_ms", "pause_p99_ms", "undo_p50_ms", "undo_p99_ms", "dense_copy_ms", "nan_patch_ms",
@@ -125,6 +129,71 @@ def test_waits_are_taken_where_they_should() -> None:
 def test_the_tail_leaves_out_one_in_a_hundred() -> None:
     assert swap.tail([3.0, 1.0, 2.0]) == 3.0
     assert swap.tail([float(number) for number in range(200)]) == 197.0
+
+
+FAKE_VLLM = """
+__version__ = "0"
+class SamplingParams:
+    def __init__(self, **_): pass
+class LLM:
+    answers = ANSWERS
+    def __init__(self, **_): print("a line of a log", flush=True)
+    def reset_prefix_cache(self): pass
+    def collective_rpc(self, method): assert method == "reload_weights"
+    def generate(self, *_, **__):
+        class Told: token_ids = [self.answers.pop(0)]
+        class Request: outputs = [Told]
+        return [Request]
+"""
+
+
+def reloaded(tmp_path: Path, text: str) -> tuple[tuple[float, ...], list[object]]:
+    """What is measured with an interpreter that finds a module of this text under vLLM's name."""
+    shown: list[object] = []
+    (tmp_path / "vllm.py").write_text(text)
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    return vllm_reload.measured(tmp_path, str(python), shown.append), shown
+
+
+def test_reloads_are_the_seconds_of_the_last_line(tmp_path: Path) -> None:
+    seconds, shown = reloaded(tmp_path, FAKE_VLLM.replace("ANSWERS", "[1, 1]"))
+    assert len(seconds) == 7
+    told = json.loads(str(shown[0]).removeprefix("vLLM's reload: "))
+    assert (told["vllm"], told["seconds"]) == ("0", list(seconds))
+    assert told["least_s"] <= told["median_s"] <= told["most_s"]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (FAKE_VLLM.replace("ANSWERS", "[1, 2]"), "another answer"),
+        ("raise ValueError('no such thing')", "no such thing"),
+    ],
+)
+def test_reloads_that_fail_are_told_and_no_failure_of_the_benchmark(tmp_path: Path, text: str, why: str) -> None:
+    seconds, shown = reloaded(tmp_path, text)
+    assert seconds == ()
+    assert len(shown) == 1
+    assert why in str(shown[0])
+
+
+def test_without_vllm_one_line_says_so(tmp_path: Path) -> None:
+    shown: list[object] = []
+    assert vllm_reload.measured(tmp_path, vllm_reload.interpreter({}, tmp_path / "none"), shown.append) == ()
+    assert vllm_reload.measured(tmp_path, str(tmp_path / "none"), shown.append) == ()
+    assert ["not installed" in str(shown[0]), "wasn't measured" in str(shown[1])] == [True, True]
+    assert vllm_reload.interpreter({vllm_reload.VARIABLE: "given"}, Path(__file__)) == "given"
+    assert vllm_reload.interpreter({}, Path(__file__)) == __file__
+
+
+@pytest.mark.parametrize("reloads", [(), (1.5, 2.5, 2.0)])
+def test_reloads_are_a_row_of_the_table_where_there_are_any(reloads: tuple[float, ...]) -> None:
+    item = Still(name="p019", share=0.0019, num_bytes=1, staged_bytes=1, pauses=(1.0,), undos=(1.0,), peers={},
+                 nan_made=1.0, mixed=0, aborted=0, false_labels=0)  # fmt: skip
+    cells = [cell for column in swap_tables.still([item], reloads).columns for cell in column.cells]
+    assert ("2000.00 (1500.00 to 2500.00), 3" in cells) == bool(reloads)
 
 
 def test_the_whole_benchmark_claims_every_number(folder: Path, pair: Pair, tmp_path: Path) -> None:
