@@ -1,11 +1,13 @@
 """Every Completer keeps the same contract: the table itself, and a router over real replicas on loopback."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 
 import pytest
+from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -15,7 +17,7 @@ from slackwater.api.app import create_app
 from slackwater.api.auth import Keys
 from slackwater.api.respond import json_reply
 from slackwater.api.tokens import ChatTokenizer
-from slackwater.errors import ReplicaLostError, SlackwaterError
+from slackwater.errors import CorruptError, ReplicaLostError, SlackwaterError, UnavailableError
 from slackwater.ids import ReplicaId
 from slackwater.rollout.request import SamplingSpec
 from slackwater.router.policy import Health
@@ -24,12 +26,14 @@ from slackwater.router.remote import RemoteReplica
 from slackwater.router.router import PROBE_TIMEOUT_S, Router
 from slackwater.testing.clock import ManualClock
 from slackwater.testing.completer import TableCompleter
-from slackwater.testing.conformance_completer import REQUEST, CompleterTests, answer
+from slackwater.testing.conformance_completer import REQUEST, CompleterTests, PassingOnTests, answer
 from slackwater.testing.loopback import Loopback
 from slackwater.testing.tiny_model import write_tiny_tokenizer
 
 KEYS = Keys(inference="inference-key", control="control-key")
 ROWS = [[((token * 7 + position * 3) % 11) / 4 for token in range(12)] for position in range(5)]
+WINDOW = 4096
+"""So large that the KV spans of a prompt may be too many for one line between processes."""
 A, B = ReplicaId("a"), ReplicaId("b")
 
 
@@ -71,7 +75,7 @@ async def fleet(tokenizer: ChatTokenizer) -> AsyncIterator[Fleet]:
     async with AsyncExitStack() as stack:
         served: list[Served] = []
         for name in (A, B):
-            completer = TableCompleter(ROWS, window=64, replica=name)
+            completer = TableCompleter(ROWS, window=WINDOW, replica=name)
             server = await stack.enter_async_context(Loopback(replica_app(completer, tokenizer)))
             served.append(Served(completer=completer, server=server))
         a, b = served
@@ -82,16 +86,24 @@ async def fleet(tokenizer: ChatTokenizer) -> AsyncIterator[Fleet]:
         yield Fleet(router=router, a=a, b=b)
 
 
-class TestTableCompleter(CompleterTests):
+class TestTableCompleter(CompleterTests, PassingOnTests):
     @pytest.fixture
     async def completer(self) -> TableCompleter:
-        return TableCompleter(ROWS, window=64)
+        return TableCompleter(ROWS, window=WINDOW)
+
+    @pytest.fixture
+    async def tables(self, completer: TableCompleter) -> list[TableCompleter]:
+        return [completer]
 
 
-class TestRouterOverLoopback(CompleterTests):
+class TestRouterOverLoopback(CompleterTests, PassingOnTests):
     @pytest.fixture
     async def completer(self, fleet: Fleet) -> Router:
         return fleet.router
+
+    @pytest.fixture
+    async def tables(self, fleet: Fleet) -> list[TableCompleter]:
+        return [fleet.a.completer, fleet.b.completer]
 
 
 async def test_nothing_is_lost_on_the_way(fleet: Fleet) -> None:
@@ -249,3 +261,57 @@ async def test_a_severed_replica_answers_later_calls(freezing: Freezing) -> None
         _ = [step async for step in under_way]
     await under_way.aclose()
     assert (await answer(freezing.remote, REQUEST)).origin.replica == A
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_an_answer_whose_version_is_taken_back_is_asked_for_elsewhere_unless_it_was_seen(
+    fleet: Fleet, *, streamed: bool
+) -> None:
+    fleet.a.completer.fail_after(3, UnavailableError("version 7 was taken back", hint="ask again"))
+    asks = [replace(REQUEST, streamed=streamed)] * 2
+    ends = await asyncio.gather(*(answer(fleet.router, ask) for ask in asks), return_exceptions=True)
+    failed = [end for end in ends if isinstance(end, BaseException)]
+    assert [type(end) for end in failed] == [UnavailableError] * streamed
+    assert {end.origin.replica for end in ends if not isinstance(end, BaseException)} == {B}
+    assert len(fleet.a.completer.requests) == 1
+    assert {member.health for member in fleet.router.members().values()} == {Health.GOOD}
+    assert (fleet.router.statistics().losses, fleet.router.statistics().in_flight) == (0, 0)
+
+
+HOSTILE_KV = (
+    "[[7,1,3]]",
+    "[[7,0,2]]",
+    "[[7,0,4]]",
+    "[[7,0,1],[8,2,3]]",
+    "[[7,0,3],[8,3,3]]",
+    "[[7,0,2],[8,1,3]]",
+    "[[7,-1,3]]",
+    "[[-7,0,3]]",
+    "[[99999999999999999999999,0,3]]",
+    "[[7,0,99999999999999999999999]]",
+    "[[7,0,1],[7,1,2],[7,2,3],[7,3,4]]",
+    "[[7,0]]",
+    "[[7,0,3.5]]",
+    "7",
+)
+
+
+@pytest.mark.parametrize("kv", HOSTILE_KV)
+@pytest.mark.parametrize("ahead", [False, True])
+async def test_kv_spans_of_a_replica_that_cannot_be_are_corrupt(kv: str, *, ahead: bool) -> None:
+    spans = f'{{"type":"kv","spans":{kv}}}\n' if ahead else ""
+    token = {"type": "token", "token_id": 1, "logprob": 0.0, "version": 7}
+
+    async def lying(request: Request) -> Response:
+        del request
+        first = '{"type":"origin","replica":"a","boot":"x","run":"demo","seed":1}\n'
+        last = json.dumps(token)[:-1] + ("" if ahead else f',"kv":{kv}') + "}\n"
+        return Response(first + spans + last + '{"type":"end","finish":"length"}\n')
+
+    async with Loopback(Starlette(routes=[Route("/v1/generate", lying, methods=["POST"])])) as server:
+        remote = RemoteReplica(server.url, KEYS.inference)
+        try:
+            with pytest.raises(CorruptError):
+                await answer(remote, REQUEST)
+        finally:
+            await remote.aclose()

@@ -11,6 +11,7 @@ from slackwater.api.app import create_app
 from slackwater.api.auth import Keys
 from slackwater.api.tokens import ChatTokenizer
 from slackwater.errors import PolicyUnmetError, ReplicaLostError
+from slackwater.rollout.evidence import Finish
 from slackwater.testing.completer import TableCompleter
 from slackwater.testing.loopback import Loopback
 from slackwater.testing.tiny_model import IM_END, TINY_VOCAB, write_tiny_tokenizer
@@ -172,6 +173,18 @@ async def test_a5_03_an_abort_is_the_last_events_finish(client: AsyncOpenAI, com
         completer.release()
         reasons.extend(choice.finish_reason for choice in chunk.choices)
     assert reasons[-1] == "abort"
+
+
+async def test_an_answer_that_an_exchange_ended_is_a_partial_rollout(
+    client: AsyncOpenAI, completer: TableCompleter
+) -> None:
+    completer.cut_after(2, Finish.SWAPPED)
+    reply = await client.completions.create(
+        model=MODEL, prompt="x", temperature=0, extra_body={"policy": {"kv": "any"}, "engine_data": True}
+    )
+    assert (reply.choices[0].text, str(reply.choices[0].finish_reason)) == ("Hi", "abort")
+    assert (reply.choices[0].model_extra or {})["engine_data"]["finish"] == "swapped"
+    assert completer.requests[0].policy.any_kv
 
 
 @pytest.mark.parametrize("streamed", [True, False])

@@ -18,6 +18,8 @@ from slackwater.api.auth import Keys
 from slackwater.api.respond import read_body
 from slackwater.api.tokens import ChatTokenizer
 from slackwater.errors import InvalidInputError
+from slackwater.ids import Version
+from slackwater.rollout.evidence import Finish, PolicySpan
 from slackwater.testing.completer import TableCompleter
 from slackwater.testing.loopback import Loopback
 from slackwater.testing.tiny_model import IM_END, TINY_VOCAB, write_tiny_tokenizer
@@ -172,6 +174,52 @@ async def test_a3_08_evidence_covers_the_sampled_tokens_however_they_end(
     assert (data["seed"], data["prompt_version"]) == (1, 4)
     assert reply["usage"]["completion_tokens"] == len(ids)
     assert completer.active == 0
+
+
+CHAT = ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]})
+TEXT = ("/v1/completions", {"prompt": [1, 2, 3]})
+
+
+@pytest.mark.parametrize(("path", "prompt"), [CHAT, TEXT], ids=["chat", "text"])
+async def test_an_exchange_that_cuts_is_an_abort_to_openai_and_swapped_in_the_evidence(
+    session: aiohttp.ClientSession, completer: TableCompleter, path: str, prompt: dict[str, object]
+) -> None:
+    for finish, reason in ((Finish.SWAPPED, "abort"), (Finish.ABORT, "abort"), (Finish.POLICY_CHANGED,) * 2):
+        completer.cut_after(3, finish)
+        body = {**prompt, "max_tokens": 9, "return_token_ids": True, "engine_data": True}
+        _, whole = await post(session, path, body)
+        *_, last = await events(session, path, body)
+        for choice in (whole["choices"][0], last["choices"][0]):
+            assert (choice["finish_reason"], choice["engine_data"]["finish"]) == (reason, finish)
+            assert choice["engine_data"]["policy"] == [[4, 0, 3]]
+        assert len(whole["choices"][0]["token_ids"]) == 3
+
+
+async def test_evidence_tells_who_built_the_kv_and_which_labels_are_not_confirmed(
+    session: aiohttp.ClientSession, completer: TableCompleter
+) -> None:
+    body = {"prompt": [1, 2, 3], "max_tokens": 6, "seed": 1, "engine_data": True}
+
+    async def evidence() -> Any:
+        return (await post(session, "/v1/completions", body))[1]["choices"][0]["engine_data"]
+
+    plain = await evidence()
+    assert (plain["kv"], plain["prompt_version"]) == ([[4, 0, 5], [5, 5, 8]], 4)
+    assert (plain["status"]["policy"], plain["status"]["kv"]) == ("ok", "ok")
+    completer.kv = {0: (span(2, 0, 1), span(3, 1, 3))}
+    mixed = await evidence()
+    assert (mixed["kv"], mixed["prompt_version"]) == ([[2, 0, 1], [3, 1, 3], [4, 3, 5], [5, 5, 8]], None)
+    completer.kv, completer.provisional = {3: (span(5, 0, 6),)}, (5,)
+    anew = await evidence()
+    assert anew["kv"] == [[5, 0, 8]]
+    assert (anew["status"]["policy"], anew["status"]["kv"]) == ("provisional", "ok")
+    completer.cut_after(0, Finish.SWAPPED)
+    nothing = await evidence()
+    assert (nothing["kv"], nothing["policy"], nothing["status"]["policy"]) == ([], [], "ok")
+
+
+def span(version: int, start: int, end: int) -> PolicySpan:
+    return PolicySpan(version=Version(version), start=start, end=end)
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])

@@ -11,7 +11,7 @@ from slackwater.api.asking import DEFAULT_MAX_TOKENS, chat_wanted, requests, tex
 from slackwater.api.faults import STATUS, Fault, fault, rebuild
 from slackwater.api.schema import TextBody, read_chat, read_text
 from slackwater.errors import InvalidInputError, PolicyUnmetError, SlackwaterError, UnsupportedError
-from slackwater.rollout.request import CompletionRequest
+from slackwater.rollout.request import CompletionRequest, PolicyConstraint
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
@@ -47,6 +47,11 @@ def ask(fields: dict[str, object], *, window: int = 100) -> tuple[CompletionRequ
         ("forced_token_ids", [1] * 98),
         ("policy", {"min_version": -1}),
         ("policy", {"max_lag": 1}),
+        ("policy", {"kv": "other"}),
+        ("policy", {"kv": True}),
+        ("policy", {"kv": ""}),
+        ("policy", {"min_version": "3"}),
+        ("stop_token_ids", [1, "x"]),
         ("temperature", True),
         ("temperature", "hot"),
     ],
@@ -119,6 +124,19 @@ def test_choices_draw_with_consecutive_seeds() -> None:
     assert [request.sampling.seed for request in asked] == [40, 41, 42]
     assert len({request.request_id for request in asked}) == 3
     assert {str(request.policy) for request in asked} == {"exact_version=4"}
+
+
+@pytest.mark.parametrize(
+    ("policy", "any_kv"),
+    [(None, False), ({}, False), ({"kv": None}, False), ({"kv": "same"}, False), ({"kv": "any"}, True)],
+)
+def test_kv_of_any_version_is_taken_where_it_is_asked_for(policy: object, *, any_kv: bool) -> None:
+    assert ask({"policy": policy})[0].policy == PolicyConstraint(any_kv=any_kv)
+
+
+def test_a_wrong_value_within_a_field_is_named_with_its_place() -> None:
+    with pytest.raises(InvalidInputError, match=r"policy is wrong: .*, at policy\.kv"):
+        ask({"policy": {"kv": "other"}})
 
 
 @pytest.mark.parametrize(("top", "expected"), [(None, 0), (0, 0), (5, 5)])

@@ -12,10 +12,14 @@ from slackwater.api.engine_data import engine_data
 from slackwater.api.respond import json_reply
 from slackwater.api.stream import line
 from slackwater.api.wire import (
+    KV_SPANS_PER_LINE,
+    MAX_LINE_BYTES,
     EndLine,
     ErrorLine,
+    KvLine,
     Line,
     OriginLine,
+    StepReader,
     TokenLine,
     decode_line,
     decode_request,
@@ -23,16 +27,29 @@ from slackwater.api.wire import (
     lines,
     origin_line,
     read_error,
-    token_line,
+    token_lines,
 )
 from slackwater.errors import CorruptError, InternalError, InvalidInputError, PolicyUnmetError
 from slackwater.ids import BootId, ReplicaId, RequestId, RunId, Version
-from slackwater.rollout.evidence import Completion, Finish, Origin, TokenStep
-from slackwater.rollout.request import CompletionRequest, PolicyConstraint, SamplingSpec
+from slackwater.rollout.evidence import Completion, Finish, Origin, PolicySpan, TokenStep, grown
+from slackwater.rollout.request import MAX_TOP_LOGPROBS, CompletionRequest, PolicyConstraint, SamplingSpec
 from slackwater.testing.completer import TableCompleter
 from slackwater.testing.conformance_completer import REQUEST
 
+
+def kv_of(count: int, rows: int) -> tuple[PolicySpan, ...]:
+    """So many spans over so many positions."""
+    kv: tuple[PolicySpan, ...] = ()
+    for index in range(count):
+        end = rows if index + 1 == count else index + 1
+        kv = grown(kv, Version(2**63 - 1 - index % 2), end)
+    return kv
+
+
 VERSIONS = st.integers(0, 2**40).map(Version)
+PROMPT_TOKENS = 700
+"""So many that KV spans of each fill more than one line."""
+KV = st.sampled_from([0, 1, 2, 5, KV_SPANS_PER_LINE, KV_SPANS_PER_LINE + 1, PROMPT_TOKENS])
 LOGPROBS = st.floats(max_value=0.0, allow_nan=False)
 STEPS = st.builds(
     TokenStep,
@@ -41,6 +58,8 @@ STEPS = st.builds(
     version=VERSIONS,
     top_ids=st.lists(st.integers(0, 9), max_size=3).map(tuple),
     top_logprobs=st.lists(LOGPROBS, max_size=3).map(tuple),
+    kv=KV.map(lambda count: kv_of(count, PROMPT_TOKENS)),
+    provisional=st.booleans(),
     finish=st.none() | st.sampled_from(Finish),
 )
 ORIGINS = st.builds(
@@ -64,7 +83,7 @@ REQUESTS = st.builds(
         seed=st.none() | st.integers(0, 2**63 - 1),
         stop_token_ids=st.lists(st.integers(0, 9), max_size=3).map(tuple),
     ),
-    policy=st.builds(PolicyConstraint, min_version=st.none() | VERSIONS)
+    policy=st.builds(PolicyConstraint, min_version=st.none() | VERSIONS, any_kv=st.booleans())
     | st.builds(PolicyConstraint, min_version=st.just(Version(0)), exact_version=VERSIONS),
     forced_ids=st.lists(st.integers(0, 9), max_size=3).map(tuple),
     streamed=st.booleans(),
@@ -79,12 +98,60 @@ def test_a_request_comes_back_as_itself(request: CompletionRequest) -> None:
 
 @given(step=STEPS, origin=ORIGINS)
 def test_tokens_and_origins_come_back_bit_for_bit(step: TokenStep, origin: Origin) -> None:
-    token = decode_line(line(token_line(step)))
-    assert isinstance(token, TokenLine)
-    assert token.step() == step
+    reader = StepReader(PROMPT_TOKENS)
+    taken = [reader.take(item) for item in sent(step)]
+    assert taken == [None] * (len(taken) - 1) + [step]
     told = decode_line(line(origin_line(origin)))
     assert isinstance(told, OriginLine)
     assert told.origin() == origin
+
+
+def sent(step: TokenStep) -> list[TokenLine | KvLine]:
+    """The lines of a step as their reader decodes them."""
+    written = [line(item) for item in token_lines(step)]
+    assert all(len(data) <= MAX_LINE_BYTES for data in written)
+    decoded = [decode_line(data) for data in written]
+    return [item for item in decoded if isinstance(item, TokenLine | KvLine)]
+
+
+def test_a_token_says_nothing_of_what_its_reader_assumes() -> None:
+    plain = b"".join(line(item) for item in token_lines(TokenStep(token_id=1, logprob=0.0, version=Version(1))))
+    assert b"kv" not in plain
+    assert b"provisional" not in plain
+
+
+def test_the_longest_line_of_a_token_is_within_the_bound() -> None:
+    rows = 10**18
+    kv = [PolicySpan(version=Version(2**63 - 1), start=rows + at, end=rows + at + 1) for at in range(KV_SPANS_PER_LINE)]
+    step = TokenStep(
+        token_id=2**31 - 1,
+        logprob=-2.2250738585072014e-308,
+        version=Version(2**63 - 1),
+        top_ids=(2**31 - 1,) * MAX_TOP_LOGPROBS,
+        top_logprobs=(-2.2250738585072014e-308,) * MAX_TOP_LOGPROBS,
+        kv=tuple(kv),
+        provisional=True,
+        finish=Finish.POLICY_CHANGED,
+    )
+    (longest,) = token_lines(step)
+    assert len(line(longest)) <= MAX_LINE_BYTES
+
+
+def test_later_tokens_tell_of_the_positions_before_them() -> None:
+    reader = StepReader(2)
+    for rows in (2, 3, 4):
+        step = TokenStep(token_id=1, logprob=0.0, version=Version(1), kv=kv_of(rows, rows))
+        assert [reader.take(item) for item in token_lines(step)] == [step]
+    for item in token_lines(TokenStep(token_id=1, logprob=0.0, version=Version(1), kv=kv_of(1, 4))):
+        with pytest.raises(CorruptError):
+            reader.take(item)
+
+
+def test_a_reader_holds_no_more_spans_than_there_are_positions() -> None:
+    reader = StepReader(3)
+    assert reader.take(KvLine(spans=((Version(7), 0, 1), (Version(8), 1, 2)))) is None
+    with pytest.raises(CorruptError):
+        reader.take(KvLine(spans=((Version(7), 2, 3), (Version(8), 3, 4))))
 
 
 @given(data=st.binary(max_size=60) | st.text(max_size=60).map(str.encode))
@@ -111,7 +178,7 @@ def test_hostile_requests_are_refused(body: bytes) -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_is_no_log_probability_does_not_leave(value: float) -> None:
     with pytest.raises(InternalError):
-        token_line(TokenStep(token_id=1, logprob=value, version=Version(1)))
+        list(token_lines(TokenStep(token_id=1, logprob=value, version=Version(1))))
 
 
 async def written(completer: TableCompleter, request: CompletionRequest) -> list[Line]:
@@ -160,10 +227,11 @@ def test_a3_04_no_json_has_nan_or_infinity() -> None:
 def test_rows_of_alternatives_are_filled_up() -> None:
     step = TokenStep(token_id=4, logprob=0.0, version=Version(2), top_ids=(4,), top_logprobs=(0.0,))
     origin = Origin(replica=ReplicaId("r"), boot=BootId("b"), run=RunId("d"), seed=1)
-    data = engine_data(Completion(origin=origin, steps=(step, step), finish=Finish.STOP), 2)
+    data = engine_data(Completion(origin=origin, steps=(step, step), finish=Finish.STOP), 2, prompt_tokens=3)
     assert data.top is not None
     assert data.top.ids.shape == (2, 2)
     assert data.top.ids.values() == (4, -1, 4, -1)
     assert data.top.logprobs.values() == (0.0, -math.inf) * 2
     assert data.policy == ((2, 0, 2),)
+    assert data.kv == ((2, 0, 4),)
     assert data.status["routed_experts"] == "unsupported"

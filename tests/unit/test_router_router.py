@@ -24,7 +24,7 @@ from slackwater.router.pool import ProbeReport
 from slackwater.router.router import Router
 from slackwater.testing.clock import ManualClock
 from slackwater.testing.completer import TableAnswer, TableCompleter
-from slackwater.testing.conformance_completer import REQUEST, answer
+from slackwater.testing.conformance_completer import MIXED, REQUEST, answer
 
 A, B, C, D = (ReplicaId(name) for name in "abcd")
 STREAMED = replace(REQUEST, streamed=True)
@@ -152,6 +152,35 @@ async def test_a_whole_answer_begins_again_and_is_one_replicas(router: Router, f
     assert whole.origin.replica == B
     assert [(span.version, span.start, span.end) for span in whole.policy] == [(8, 0, 6)]
     assert router.statistics().retries == 1
+
+
+@pytest.mark.parametrize("position", [0, 3])
+async def test_a_whole_answer_that_fails_for_a_while_begins_again_and_its_replica_stays_good(
+    router: Router, fleet: Fleet, position: int
+) -> None:
+    fleet[A].fail_after(position, UnavailableError("version 7 was taken back"))
+    assert (await answer(router, REQUEST)).origin.replica == B
+    assert (router.members()[A].health, router.statistics().losses) == (Health.GOOD, 0)
+    assert router.statistics().retries == 1
+
+
+async def test_a_stream_that_has_begun_ends_with_what_its_replica_says(router: Router, fleet: Fleet) -> None:
+    fleet[A].fail_after(2, UnavailableError("version 7 was taken back"))
+    under_way = await router.complete(STREAMED)
+    steps = aiter(under_way)
+    assert [(await anext(steps)).finish for _ in range(2)] == [None, None]
+    with pytest.raises(UnavailableError, match="taken back"):
+        await anext(steps)
+    await under_way.aclose()
+    assert (router.members()[A].health, router.statistics().losses, len(fleet[B].requests)) == (Health.GOOD, 0, 0)
+
+
+async def test_an_answer_that_begins_again_has_nothing_of_the_first_try(router: Router, fleet: Fleet) -> None:
+    fleet[A].kv, fleet[A].provisional = {0: MIXED}, range(3)
+    fleet[A].fail_after(3, UnavailableError("version 7 was taken back"))
+    whole = await answer(router, REQUEST)
+    assert not any(step.kv or step.provisional for step in whole.steps)
+    assert whole.origin.prompt_version == 7
 
 
 async def test_attempts_are_bounded(fleet: Fleet, clock: ManualClock) -> None:

@@ -7,10 +7,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slackwater.config.in_flight import InFlight
 from slackwater.errors import InvalidInputError
 from slackwater.ids import StateDigest, Version
-from slackwater.rollout.evidence import PolicySpan, spans
-from slackwater.trainer.align import LabelledAnswer, mislabelled, shifted, tolerance, touching
+from slackwater.rollout.evidence import PolicySpan, TokenStep, kv_spans, spans
+from slackwater.trainer.align import (
+    LabelCheck,
+    LabelledAnswer,
+    LeftOut,
+    mislabelled,
+    replayed_as,
+    shifted,
+    tolerance,
+    touching,
+)
 
 
 def answer(key: int, *versions: int) -> LabelledAnswer:
@@ -84,3 +94,55 @@ def test_what_stays_resident_over_the_next_swap_comes_last() -> None:
 def test_an_answer_over_a_rollback_is_legal_and_does_not_rise() -> None:
     assert answer(0, 7, 8).rises
     assert not answer(0, 8, 8, 7).rises
+
+
+def span(version: int, start: int, end: int) -> PolicySpan:
+    return PolicySpan(version=Version(version), start=start, end=end)
+
+
+@given(histories, st.integers(1, 9))
+def test_kv_as_nobody_changed_it_is_that_of_the_vocabulary(versions: list[int], prompt: int) -> None:
+    true = replace(answer(0, *versions), prompt_ids=(1,) * prompt)
+    steps = [TokenStep(token_id=0, logprob=-1.0, version=Version(version)) for version in versions]
+    assert true.kept_kv == kv_spans(prompt, steps)
+    assert replayed_as(replace(true, kv=true.kept_kv)) is InFlight.CONTINUE
+    assert replayed_as(true) is InFlight.CONTINUE
+
+
+PLAIN = replace(answer(0, 1, 1, 2, 2), prompt_ids=(1, 2, 3), prompt_version=Version(1))
+
+
+@pytest.mark.parametrize(
+    ("told", "replayed"),
+    [
+        (replace(PLAIN, kv=(span(2, 0, 6),)), InFlight.RECOMPUTE),
+        (replace(PLAIN, kv=(span(2, 0, 6),), prompt_version=None), LeftOut.OTHER_KV),
+        (replace(PLAIN, kv=(span(2, 0, 6),), prompt_version=Version(0)), LeftOut.OTHER_KV),
+        (replace(PLAIN, kv=(span(1, 0, 6),)), LeftOut.OTHER_KV),
+        (replace(PLAIN, kv=(span(2, 0, 5),)), LeftOut.OTHER_KV),
+        (replace(PLAIN, kv=(span(0, 0, 2), span(1, 2, 4), span(2, 4, 6))), LeftOut.OTHER_KV),
+        (replace(answer(0, 1, 2, 3), kv=(span(3, 0, 3),), prompt_version=Version(1)), LeftOut.OTHER_KV),
+        (replace(answer(0, 1, 1), kv=(span(2, 0, 2),), prompt_version=Version(1)), LeftOut.OTHER_KV),
+        (replace(answer(0, 2, 1), kv=(span(1, 0, 2),), prompt_version=Version(2)), LeftOut.FALLS),
+    ],
+)
+def test_an_answer_is_replayed_only_in_the_way_that_its_spans_prove(
+    told: LabelledAnswer, replayed: InFlight | LeftOut
+) -> None:
+    assert replayed_as(told) is replayed
+
+
+def test_what_was_left_out_is_counted_by_its_reason() -> None:
+    check = LabelCheck(
+        tokens=1,
+        mislabelled=0,
+        largest_difference=0.0,
+        tolerance=1e-3,
+        answers=1,
+        unchecked=2,
+        shifted=0,
+        shifted_caught=0,
+        unchecked_because={"versions_fall": 1, "kv_of_other_versions": 1},
+    )
+    both = check.plus(replace(check, unchecked=3, unchecked_because={"versions_fall": 3}))
+    assert (both.unchecked, both.unchecked_because) == (5, {"versions_fall": 4, "kv_of_other_versions": 1})

@@ -25,7 +25,7 @@ from slackwater.errors import (
     UnsupportedError,
 )
 from slackwater.ids import Version
-from slackwater.rollout.evidence import Finish
+from slackwater.rollout.evidence import Finish, PolicySpan
 from slackwater.rollout.request import PolicyConstraint
 from slackwater.testing.clock import ManualClock
 from slackwater.testing.completer import TableCompleter
@@ -185,18 +185,62 @@ async def test_a3_15_a_reply_without_ids_is_refused(client: RolloutClient) -> No
         {"policy": [[4, 0, 2]]},
         {"policy": [[4, 0, 2], [5, 3, 4]]},
         {"policy": [[4, 0, 4], [5, 4, 4]]},
+        {"kv": [[4, 0, 4]]},
+        {"kv": []},
+        {"kv": [[4, 1, 10]]},
     ],
     ids=str,
 )
 async def test_contradictions_are_corrupt(client: RolloutClient, change: dict[str, Any]) -> None:
     reply = await good_reply(client)
     choice = reply["choices"][0]
-    if "policy" in change:
+    if "policy" in change or "kv" in change:
         choice["engine_data"] |= change
     else:
         choice |= change
     with pytest.raises(CorruptError):
         read_samples(json.dumps(reply).encode(), 1)
+
+
+async def test_samples_tell_who_built_their_kv_and_whether_labels_are_confirmed(
+    client: RolloutClient, completer: TableCompleter
+) -> None:
+    (plain,) = await client.complete((1, 2, 3), sampling=SHORT)
+    assert (plain.kv, plain.provisional, plain.is_partial) == ((span(4, 0, 4), span(5, 4, 8)), False, False)
+    completer.kv, completer.provisional = {0: (span(2, 0, 1), span(3, 1, 3)), 3: (span(5, 0, 6),)}, (1,)
+    (anew,) = await client.complete((1, 2, 3), sampling=SHORT)
+    assert (anew.kv, anew.provisional, anew.prompt_version) == ((span(5, 0, 8),), True, None)
+
+
+def span(version: int, start: int, end: int) -> PolicySpan:
+    return PolicySpan(version=Version(version), start=start, end=end)
+
+
+@pytest.mark.parametrize("tokens", [0, 4])
+@pytest.mark.parametrize("finish", [Finish.SWAPPED, Finish.ABORT, Finish.POLICY_CHANGED])
+async def test_an_answer_that_was_cut_is_a_partial_sample(
+    client: RolloutClient, completer: TableCompleter, finish: Finish, tokens: int
+) -> None:
+    completer.cut_after(tokens, finish)
+    (sample,) = await client.complete((1, 2, 3), sampling=SHORT)
+    assert (sample.finish, sample.is_partial) == (finish, True)
+    assert len(sample.token_ids) == len(sample.logprobs) == len(sample.versions) == tokens
+    assert [span.end for span in sample.kv[-1:]] == [6][:tokens]
+
+
+async def test_kv_of_any_version_is_asked_for_in_words(client: RolloutClient, completer: TableCompleter) -> None:
+    asked = PolicyConstraint(min_version=Version(2), any_kv=True)
+    await client.complete((1, 2, 3), sampling=SHORT, policy=asked)
+    await client.complete((1, 2, 3), sampling=SHORT)
+    assert [request.policy for request in completer.requests] == [asked, PolicyConstraint()]
+
+
+async def test_a_server_that_does_not_tell_of_kv_is_read_without(client: RolloutClient) -> None:
+    reply = await good_reply(client)
+    del reply["choices"][0]["engine_data"]["kv"]
+    del reply["choices"][0]["engine_data"]["status"]["kv"]
+    (sample,) = read_samples(json.dumps(reply).encode(), 1)
+    assert (sample.kv, sample.provisional) == ((), False)
 
 
 async def test_a_policy_error_keeps_its_versions(server: Loopback, clock: ManualClock) -> None:

@@ -144,6 +144,7 @@ def _policy(body: Sampled) -> PolicyConstraint:
     return PolicyConstraint(
         min_version=None if low is None else Version(low),
         exact_version=None if exact is None else Version(exact),
+        any_kv=body.policy.kv == "any",
     )
 
 

@@ -1,13 +1,14 @@
 """``engine_data``: what an answer proves of itself, exact, for trainers."""
 
 import math
+from collections.abc import Sequence
 from typing import Final, Literal
 
 import msgspec
 
 from slackwater.api.arrays import Array, array
 from slackwater.ids import BootId, ReplicaId, RunId, Version
-from slackwater.rollout.evidence import Completion, Finish
+from slackwater.rollout.evidence import Completion, Finish, PolicySpan, kv_spans
 
 _ABSENT_ID: Final = -1
 """Fills rows of ``top`` whose distribution has fewer tokens than were asked for."""
@@ -41,31 +42,40 @@ class EngineData(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     policy: tuple[tuple[Version, int, int], ...]
     """[version, start, end) over the completion's tokens."""
     prompt_version: Version | None
-    """The version that built the prompt's KV."""
+    """The version that built the prompt's KV; None where it isn't known, or where several did."""
     token_ids: Array
     logprobs: Logprobs
     seed: int
     cached_tokens: int
     finish: Finish
     status: dict[str, str]
-    """What each evidence field is worth: ok, unsupported, not_requested. Readers expect more words to come."""
+    """What each evidence field is worth: ok, provisional, unsupported, not_requested. Readers expect more words."""
+    kv: tuple[tuple[Version, int, int], ...] | None = None
+    """[version, start, end) over positions of prompt and completion, but for the last: which version built the KV that
+    the answer ended with. Absent from servers that don't tell it."""
     top: Top | None = None
     """Absent unless alternatives were asked for."""
 
 
-def engine_data(completion: Completion, top_logprobs: int) -> EngineData:
+PROVISIONAL: Final = "provisional"
+"""Status of ``policy`` where the bits of some token's version had not been compared with its manifest yet."""
+
+
+def engine_data(completion: Completion, top_logprobs: int, *, prompt_tokens: int) -> EngineData:
     """Describe a whole answer.
 
     Args:
         completion: The answer.
         top_logprobs: How many alternatives were asked for.
+        prompt_tokens: Length of the prompt.
     """
     origin = completion.origin
     return EngineData(
         run=origin.run,
         replica=origin.replica,
         boot_id=origin.boot,
-        policy=tuple((span.version, span.start, span.end) for span in completion.policy),
+        policy=_plain(completion.policy),
+        kv=_plain(kv_spans(prompt_tokens, completion.steps)),
         prompt_version=origin.prompt_version,
         token_ids=array("int32", completion.token_ids),
         logprobs=Logprobs(values=array("float32", completion.logprobs)),
@@ -74,7 +84,8 @@ def engine_data(completion: Completion, top_logprobs: int) -> EngineData:
         cached_tokens=origin.cached_tokens,
         finish=completion.finish,
         status={
-            "policy": "ok",
+            "policy": PROVISIONAL if any(step.provisional for step in completion.steps) else "ok",
+            "kv": "ok",
             "token_ids": "ok",
             "logprobs": "ok",
             "top": "ok" if top_logprobs else "not_requested",
@@ -82,6 +93,10 @@ def engine_data(completion: Completion, top_logprobs: int) -> EngineData:
             "sampling_mask": "unsupported",
         },
     )
+
+
+def _plain(spans: Sequence[PolicySpan]) -> tuple[tuple[Version, int, int], ...]:
+    return tuple((span.version, span.start, span.end) for span in spans)
 
 
 def _top(completion: Completion, width: int) -> Top:

@@ -1,5 +1,6 @@
 """Requests as they arrive: OpenAI's fields, vLLM's names for extras, and ours. `asking` checks their meaning."""
 
+import re
 from types import MappingProxyType
 from typing import Final, Literal, TypeVar
 
@@ -16,6 +17,8 @@ class PolicyField(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     min_version: int | None = None
     exact_version: int | None = None
+    kv: Literal["same", "any"] | None = None
+    """Whose KV may be reused for the prompt: of the version that samples the first token, or of any."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -180,7 +183,9 @@ def _read(decoder: msgspec.json.Decoder[_Body], body: bytes) -> _Body:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
         problem, _, path = str(error).partition(" - at ")
-        field = path.strip("`").removeprefix("$.")
-        raise InvalidInputError(f"{field} is wrong: {problem}" if field else f"the body is wrong: {problem}") from error
+        place = path.strip("`").removeprefix("$.")
+        field = re.split(r"[.\[]", place)[0] or "the body"
+        where = f", at {place}" if place not in ("", field) else ""
+        raise InvalidInputError(f"{field} is wrong: {problem}{where}") from error
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise InvalidInputError(f"the body is no JSON: {error}", hint="send one JSON object in UTF-8") from error

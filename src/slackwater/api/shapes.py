@@ -24,7 +24,7 @@ from slackwater.api.replies import (
     Usage,
 )
 from slackwater.api.text import TokenTable
-from slackwater.rollout.evidence import TokenStep
+from slackwater.rollout.evidence import Finish, TokenStep
 
 IMPOSSIBLE: Final = -9999.0
 """Stands for minus infinity in OpenAI's ``logprobs``, as in OpenAI's own API. ``engine_data`` is exact."""
@@ -59,7 +59,9 @@ class _Common:
 
     def _evidence(self, reading: Reading) -> EngineData | UnsetType:
         wanted = self._wanted
-        return engine_data(reading.completion(), wanted.top_logprobs) if wanted.engine_data else UNSET
+        if not wanted.engine_data:
+            return UNSET
+        return engine_data(reading.completion(), wanted.top_logprobs, prompt_tokens=len(reading.request.prompt_ids))
 
     def _is_silent(self, reading: Reading, piece: Piece) -> bool:
         shows_tokens = self._wanted.logprobs or self._wanted.token_ids
@@ -82,7 +84,7 @@ class ChatShape(_Common):
             index=reading.index,
             message=AssistantMessage(content=reading.text),
             logprobs=self._logprobs(reading.steps),
-            finish_reason=reading.completion().finish,
+            finish_reason=finish_reason(reading.completion().finish),
             token_ids=self._ids(reading.steps),
             engine_data=self._evidence(reading),
         )
@@ -98,7 +100,7 @@ class ChatShape(_Common):
             index=reading.index,
             delta=Delta(role="assistant" if opens else UNSET, content=piece.text if shows else UNSET),
             logprobs=self._logprobs(steps),
-            finish_reason=piece.finish,
+            finish_reason=finish_reason(piece.finish),
             token_ids=self._ids(steps),
             engine_data=self._evidence(reading) if piece.finish else UNSET,
         )
@@ -136,7 +138,7 @@ class TextShape(_Common):
             index=reading.index,
             text=reading.text,
             logprobs=self._logprobs(reading.index, reading.steps),
-            finish_reason=reading.completion().finish,
+            finish_reason=finish_reason(reading.completion().finish),
             token_ids=self._ids(reading.steps),
             engine_data=self._evidence(reading),
         )
@@ -150,7 +152,7 @@ class TextShape(_Common):
             index=reading.index,
             text=piece.text,
             logprobs=self._logprobs(reading.index, steps),
-            finish_reason=piece.finish,
+            finish_reason=finish_reason(piece.finish),
             token_ids=self._ids(steps),
             engine_data=self._evidence(reading) if piece.finish else UNSET,
         )
@@ -168,6 +170,13 @@ class TextShape(_Common):
             top_logprobs=alternatives if self._wanted.top_logprobs else None,
             text_offset=tuple(starts),
         )
+
+
+def finish_reason(finish: Finish | None) -> Finish | None:
+    """How OpenAI's routes word an end: one that an exchange of weights brought is ``abort``, the word that trainers of
+    partial rollouts go on from. ``engine_data`` says which it was.
+    """
+    return Finish.ABORT if finish is Finish.SWAPPED else finish
 
 
 def usage(readings: Sequence[Reading]) -> Usage:

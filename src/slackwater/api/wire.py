@@ -1,12 +1,14 @@
 """``POST /v1/generate``: tokens in, tokens out. A request as JSON; its answer as NDJSON lines that lose nothing.
 
-Lines: ``origin`` at once, and again before the first token where it changed; ``token`` for each; then ``end``. Or
-an ``error``, which is the last. A body that ends without ``end`` or ``error`` was cut.
+Lines: ``origin`` at once, and again before the first token where it changed; ``token`` for each, behind ``kv`` where
+its spans don't fit into one line; then ``end``. Or an ``error``, which is the last. A body that ends without ``end`` or
+``error`` was cut.
 """
 
 import math
-from collections.abc import AsyncIterator
-from typing import Final
+from collections.abc import AsyncIterator, Iterator, Sequence
+from operator import lt
+from typing import Annotated, Final
 
 import msgspec
 
@@ -14,7 +16,7 @@ from slackwater.api.faults import Fault, fault, rebuild
 from slackwater.errors import CorruptError, InternalError, InvalidInputError, SlackwaterError
 from slackwater.ids import BootId, ReplicaId, RunId, Version
 from slackwater.rollout.completer import Answer
-from slackwater.rollout.evidence import Finish, Origin, TokenStep
+from slackwater.rollout.evidence import Finish, Origin, PolicySpan, TokenStep
 from slackwater.rollout.request import CompletionRequest
 
 
@@ -40,6 +42,16 @@ class OriginLine(msgspec.Struct, frozen=True, kw_only=True, tag="origin"):
         )
 
 
+KvSpan = tuple[Annotated[Version, msgspec.Meta(ge=0, le=2**63 - 1)], int, int]
+"""[version, start, end) over positions."""
+
+
+class KvLine(msgspec.Struct, frozen=True, kw_only=True, tag="kv"):
+    """The first spans of the next token's ``kv``, which has too many for its own line."""
+
+    spans: tuple[KvSpan, ...]
+
+
 class TokenLine(msgspec.Struct, frozen=True, kw_only=True, tag="token", omit_defaults=True):
     """One token. A log-probability of minus infinity, which JSON can't write, is null."""
 
@@ -48,18 +60,9 @@ class TokenLine(msgspec.Struct, frozen=True, kw_only=True, tag="token", omit_def
     version: Version
     top_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float | None, ...] = ()
+    kv: tuple[KvSpan, ...] = ()
+    provisional: bool = False
     finish: Finish | None = None
-
-    def step(self) -> TokenStep:
-        """The value that it carries."""
-        return TokenStep(
-            token_id=self.token_id,
-            logprob=_read(self.logprob),
-            version=self.version,
-            top_ids=self.top_ids,
-            top_logprobs=tuple(map(_read, self.top_logprobs)),
-            finish=self.finish,
-        )
 
 
 class EndLine(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
@@ -74,12 +77,14 @@ class ErrorLine(msgspec.Struct, frozen=True, kw_only=True, tag="error"):
     error: Fault
 
 
-Line = OriginLine | TokenLine | EndLine | ErrorLine
+Line = OriginLine | KvLine | TokenLine | EndLine | ErrorLine
 
 MAX_LINE_BYTES: Final = 64 * 1024
 """Readers hold no longer line."""
+KV_SPANS_PER_LINE: Final = 512
+"""Each takes at most 64 bytes, and all else in a token's line less than 4 KiB."""
 
-_LINES: Final = msgspec.json.Decoder(OriginLine | TokenLine | EndLine | ErrorLine)
+_LINES: Final = msgspec.json.Decoder(OriginLine | KvLine | TokenLine | EndLine | ErrorLine)
 _REQUESTS: Final = msgspec.json.Decoder(CompletionRequest)
 
 
@@ -121,7 +126,8 @@ async def lines(answer: Answer) -> AsyncIterator[Line]:
             if sent != answer.origin:
                 sent = answer.origin
                 yield origin_line(sent)
-            yield token_line(step)
+            for item in token_lines(step):
+                yield item
         yield _end_line(answer)
     except SlackwaterError as error:
         yield ErrorLine(error=fault(error))
@@ -139,20 +145,71 @@ def origin_line(origin: Origin) -> OriginLine:
     )
 
 
-def token_line(step: TokenStep) -> TokenLine:
-    """Put a token into a line.
+def token_lines(step: TokenStep) -> Iterator[KvLine | TokenLine]:
+    """Put a token into a line, behind others where it has many KV spans.
 
     Raises:
         InternalError: A log-probability is no such thing: NaN, or plus infinity.
     """
-    return TokenLine(
+    spans = tuple((span.version, span.start, span.end) for span in step.kv)
+    while len(spans) > KV_SPANS_PER_LINE:
+        yield KvLine(spans=spans[:KV_SPANS_PER_LINE])
+        spans = spans[KV_SPANS_PER_LINE:]
+    yield TokenLine(
         token_id=step.token_id,
         logprob=_write(step.logprob),
         version=step.version,
         top_ids=step.top_ids,
         top_logprobs=tuple(map(_write, step.top_logprobs)),
+        kv=spans,
+        provisional=step.provisional,
         finish=step.finish,
     )
+
+
+class StepReader:
+    """Makes the lines of one answer steps again. KV spans that can't be are refused here, and only here.
+
+    Args:
+        prompt_tokens: Of the request: a token's spans must cover the positions before it.
+    """
+
+    def __init__(self, prompt_tokens: int) -> None:
+        self._rows = prompt_tokens
+        self._spans: list[KvSpan] = []
+
+    def take(self, line: KvLine | TokenLine) -> TokenStep | None:
+        """The step that a line completes; None where it only begins one.
+
+        Raises:
+            CorruptError: KV spans aren't adjacent, are empty, or don't reach from 0 to the token.
+        """
+        self._spans += line.spans if isinstance(line, KvLine) else line.kv
+        if len(self._spans) > self._rows:
+            raise CorruptError(f"an answer tells {len(self._spans)} KV spans of {self._rows} positions")
+        if isinstance(line, KvLine):
+            return None
+        kv, self._spans = _covering(self._spans, self._rows), []
+        self._rows += 1
+        return TokenStep(
+            token_id=line.token_id,
+            logprob=_read(line.logprob),
+            version=line.version,
+            top_ids=line.top_ids,
+            top_logprobs=tuple(map(_read, line.top_logprobs)),
+            kv=kv,
+            provisional=line.provisional,
+            finish=line.finish,
+        )
+
+
+def _covering(spans: Sequence[KvSpan], rows: int) -> tuple[PolicySpan, ...]:
+    starts = [start for _, start, _ in spans]
+    ends = [end for _, _, end in spans]
+    whole = starts == [0, *ends[:-1]] and ends[-1] == rows and all(map(lt, starts, ends))
+    if spans and not whole:
+        raise CorruptError(f"an answer's KV spans don't cover the {rows} positions before their token in order")
+    return tuple(PolicySpan(version=version, start=start, end=end) for version, start, end in spans)
 
 
 def read_error(line: ErrorLine) -> SlackwaterError:

@@ -1,13 +1,15 @@
 """`slackwater replay`: re-score a run's answers under the policy versions that they claim.
 
 Walks the run's chain once, from its first version to its head. At each version it forces the tokens that claim it,
-with the KV cache as it was built: an answer that crossed a swap stays in its slot while the weights change under it. On
+with the KV cache as it was built: an answer that crossed a swap stays in its slot while the weights change under it.
+Answers whose KV was computed again in a swap have a walk of their own, which does the same. On
 the way the same is done with every label shifted by one version, to see whether false labels would be caught; there the
 first tokens of an answer decide, so an answer that only later ones would give away counts as not caught.
 """
 
 import logging
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -18,6 +20,7 @@ from platformdirs import user_cache_path
 
 from slackwater.checkpoint.state import StateTable
 from slackwater.cli.trust import open_trusted
+from slackwater.config.in_flight import InFlight
 from slackwater.delivery.fetcher import Fetcher
 from slackwater.engine.torch.replay import Replayer
 from slackwater.errors import CorruptError, InvalidInputError, NotFoundError
@@ -26,7 +29,16 @@ from slackwater.replica.prepare import prepare_anchor, prepare_delta
 from slackwater.replica.race import Stop
 from slackwater.rollout.evidence import PolicySpan
 from slackwater.rollout.request import SamplingSpec
-from slackwater.trainer.align import LabelCheck, LabelledAnswer, mislabelled, shifted, tolerance, touching
+from slackwater.trainer.align import (
+    LabelCheck,
+    LabelledAnswer,
+    LeftOut,
+    mislabelled,
+    replayed_as,
+    shifted,
+    tolerance,
+    touching,
+)
 from slackwater.trainer.record import decode_record
 
 _PROBE_TOKENS = 4
@@ -78,13 +90,33 @@ def _names(answers: Sequence[LabelledAnswer]) -> list[str]:
 
 def _check(fetcher: Fetcher, settings: ReplaySettings, answers: Sequence[LabelledAnswer], head: Version) -> LabelCheck:
     """Check one replica's answers: as many as it had slots were under way at once, so the replay's slots suffice."""
-    replayer = _open(fetcher, settings)
-    rising = [answer for answer in answers if answer.rises]
-    if len(rising) < len(answers):
-        _log.warning("%d answers crossed a rollback and are left out", len(answers) - len(rising))
-    walk = Walk(replayer, fetcher, tolerance(_noise(replayer, answers)))
-    walk.over(rising, head)
-    return walk.verdict(unchecked=len(answers) - len(rising))
+    sorted_ = {answer.key: replayed_as(answer) for answer in answers}
+    limit = tolerance(_noise(_open(fetcher, settings), answers))
+    verdict = _left_out(Counter(reason for reason in sorted_.values() if isinstance(reason, LeftOut)), limit)
+    for in_flight in (InFlight.CONTINUE, InFlight.RECOMPUTE):
+        mine = [answer for answer in answers if sorted_[answer.key] is in_flight]
+        if mine:
+            walk = Walk(_open(fetcher, settings), fetcher, limit, in_flight=in_flight)
+            walk.over(mine, head)
+            verdict = verdict.plus(walk.verdict())
+    return verdict
+
+
+def _left_out(reasons: Counter[LeftOut], limit: float) -> LabelCheck:
+    """The verdict on answers that no walk takes."""
+    for reason, count in reasons.items():
+        _log.warning("%d answers are left out: %s", count, reason.value)
+    return LabelCheck(
+        tokens=0,
+        mislabelled=0,
+        largest_difference=0.0,
+        tolerance=limit,
+        answers=0,
+        unchecked=reasons.total(),
+        shifted=0,
+        shifted_caught=0,
+        unchecked_because={str(reason): count for reason, count in reasons.items()},
+    )
 
 
 def read_answers(settings: ReplaySettings) -> list[LabelledAnswer]:
@@ -102,10 +134,10 @@ def read_answers(settings: ReplaySettings) -> list[LabelledAnswer]:
             prompt_ids=tuple(item.prompt_ids),
             token_ids=tuple(item.token_ids),
             logprobs=tuple(item.logprobs),
-            policy=tuple(
-                PolicySpan(version=Version(version), start=start, end=end) for version, start, end in item.policy
-            ),
+            policy=_spans(item.policy),
             replica=item.replica,
+            kv=_spans(item.kv),
+            prompt_version=None if item.prompt_version is None else Version(item.prompt_version),
         )
         for number, item in found
         if item.token_ids and settings.replica in (None, item.replica)
@@ -115,6 +147,10 @@ def read_answers(settings: ReplaySettings) -> list[LabelledAnswer]:
     return answers
 
 
+def _spans(plain: Sequence[tuple[int, int, int]]) -> tuple[PolicySpan, ...]:
+    return tuple(PolicySpan(version=Version(version), start=start, end=end) for version, start, end in plain)
+
+
 class Walk:
     """One walk along the chain.
 
@@ -122,12 +158,16 @@ class Walk:
         replayer: Freshly loaded with the chain's first version.
         fetcher: Where the deltas come from.
         limit: Nats; a larger difference is a wrong label.
+        in_flight: What becomes of the answers in slots when the weights change.
     """
 
-    def __init__(self, replayer: Replayer, fetcher: Fetcher, limit: float) -> None:
+    def __init__(
+        self, replayer: Replayer, fetcher: Fetcher, limit: float, *, in_flight: InFlight = InFlight.CONTINUE
+    ) -> None:
         self._replayer = replayer
         self._fetcher = fetcher
         self._limit = limit
+        self._in_flight = in_flight
         self._table = StateTable.of_anchor(fetcher.manifest(Version(replayer.version)))
         self._resident: set[int] = set()
         self._answers = self._tokens = self._wrong = self._shifted = self._caught = 0
@@ -149,15 +189,15 @@ class Walk:
             self._at(version, touching(answers, version), [a for a in false if a.policy[0].version == version])
             _log.info("version %d of %d: %d tokens, %d differ", version, head, self._tokens, self._wrong)
 
-    def verdict(self, *, unchecked: int) -> LabelCheck:
-        """What the walk found; ``unchecked`` answers were not given to it."""
+    def verdict(self) -> LabelCheck:
+        """What the walk found."""
         return LabelCheck(
             tokens=self._tokens,
             mislabelled=self._wrong,
             largest_difference=self._largest,
             tolerance=self._limit,
             answers=self._answers,
-            unchecked=unchecked,
+            unchecked=0,
             shifted=self._shifted,
             shifted_caught=self._caught,
         )
@@ -171,7 +211,8 @@ class Walk:
             self._table = self._table.after(manifest)
             bodies = self._fetcher.bodies(manifest)
             prepared = prepare_delta(self._replayer, self._table.outline, manifest, bodies, 1, Stop())
-        self._replayer.commit(() if prepared is None else prepared.writes, version)
+        writes = () if prepared is None else prepared.writes
+        self._replayer.commit(writes, version, in_flight=self._in_flight)
 
     def _at(self, version: Version, answers: Sequence[LabelledAnswer], false: Sequence[LabelledAnswer]) -> None:
         """Score what claims ``version``: answers in a slot first, so that slots are free for the others."""

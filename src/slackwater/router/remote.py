@@ -14,8 +14,10 @@ from slackwater.api.wire import (
     MAX_LINE_BYTES,
     EndLine,
     ErrorLine,
+    KvLine,
     Line,
     OriginLine,
+    StepReader,
     TokenLine,
     decode_line,
     encode_request,
@@ -120,7 +122,7 @@ class RemoteReplica:
                 self._responses.add(response)
                 if response.status != _OK:
                     raise await self._refusal(response)
-                answer = RemoteAnswer(self.base_url, response)
+                answer = RemoteAnswer(self.base_url, response, len(request.prompt_ids))
                 await answer.begin()
             undo.pop_all()
         return answer
@@ -180,10 +182,11 @@ class RemoteReplica:
 class RemoteAnswer:
     """See `slackwater.rollout.completer.Answer`."""
 
-    def __init__(self, base_url: str, response: aiohttp.ClientResponse) -> None:
+    def __init__(self, base_url: str, response: aiohttp.ClientResponse, prompt_tokens: int) -> None:
         self.finish: Finish | None = None
         self._base_url = base_url
         self._response = response
+        self._steps = StepReader(prompt_tokens)
         self._origin: Origin | None = None
 
     @property
@@ -222,8 +225,8 @@ class RemoteAnswer:
 
     async def _take(self, line: Line) -> TokenStep | None:
         match line:
-            case TokenLine():
-                return line.step()
+            case KvLine() | TokenLine():
+                return self._steps.take(line)
             case OriginLine():
                 self._origin = line.origin()
             case EndLine():

@@ -6,13 +6,13 @@ Position ``i`` of every answer draws from logits row ``i % len(rows)``; draws de
 import asyncio
 import math
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from itertools import accumulate
 from typing import Final
 
 from slackwater.errors import InvalidInputError, PolicyUnmetError, ReplicaLostError, SlackwaterError
 from slackwater.ids import BootId, ReplicaId, RunId, Version
-from slackwater.rollout.evidence import Finish, Origin, TokenStep
+from slackwater.rollout.evidence import Finish, Origin, PolicySpan, TokenStep
 from slackwater.rollout.request import CompletionRequest, SamplingSpec
 
 DEFAULT_SEED: Final = 11
@@ -52,6 +52,10 @@ class TableCompleter:
         """All that were admitted, in order."""
         self.admission_error: SlackwaterError | None = None
         """Raised by `complete` while it is set."""
+        self.kv: Mapping[int, tuple[PolicySpan, ...]] = {}
+        """What tokens say of the KV before them, by their numbers, counted from 0."""
+        self.provisional: Collection[int] = ()
+        """Numbers of the tokens whose version isn't confirmed yet."""
         self._window = window
         self._name = (ReplicaId(replica), BootId(boot), RunId(run))
         self._changed = asyncio.Event()
@@ -59,6 +63,7 @@ class TableCompleter:
         self._aborts = 0
         self._severs = 0
         self._failure: tuple[int, SlackwaterError] | None = None
+        self._cut: tuple[int, Finish] | None = None
 
     def window(self) -> int:
         """See `Completer.window`."""
@@ -76,6 +81,10 @@ class TableCompleter:
     def fail_after(self, tokens: int, error: SlackwaterError | None) -> None:
         """From now on raise ``error`` in place of token number ``tokens``, counted from 0; None: fail no more."""
         self._failure = None if error is None else (tokens, error)
+
+    def cut_after(self, tokens: int, finish: Finish) -> None:
+        """From now on end answers with ``finish`` in place of token number ``tokens``, counted from 0."""
+        self._cut = (tokens, finish)
 
     def abort_all(self) -> None:
         """End every answer under way with `Finish.ABORT`; one that is held ends once released."""
@@ -121,6 +130,10 @@ class TableCompleter:
         """How often `sever` was called."""
         return self._severs
 
+    def cut(self, position: int) -> Finish | None:
+        """How an answer ends in place of token number ``position``; None where it doesn't."""
+        return self._cut[1] if self._cut is not None and position >= self._cut[0] else None
+
     async def gate(self, position: int, severs: int) -> None:
         """Wait until the answer may take its next token; raises the fault that is set for it.
 
@@ -156,7 +169,7 @@ class TableAnswer:
             boot=boot,
             run=run,
             seed=DEFAULT_SEED if seed is None else seed,
-            prompt_version=owner.versions[0],
+            prompt_version=_only(owner.kv.get(0, ()), owner.versions[0]),
         )
 
     async def __aiter__(self) -> AsyncIterator[TokenStep]:
@@ -165,6 +178,10 @@ class TableAnswer:
             await self._owner.gate(position, self._severs)
             if self._owner.aborts != self._aborts:
                 self._end(Finish.ABORT)
+                return
+            cut = self._owner.cut(position)
+            if cut is not None:
+                self._end(cut)
                 return
             step = self._step(position)
             if step is None:
@@ -202,6 +219,8 @@ class TableAnswer:
             version=version,
             top_ids=tuple(other for other, _ in ranked[:width]),
             top_logprobs=tuple(logprob for _, logprob in ranked[:width]),
+            kv=owner.kv.get(position, ()),
+            provisional=position in owner.provisional,
             finish=self._ends(token_id, position),
         )
 
@@ -213,6 +232,12 @@ class TableAnswer:
             return Finish.STOP
         left = self._owner.window() - len(request.prompt_ids)
         return Finish.LENGTH if position + 1 >= min(request.sampling.max_tokens, left) else None
+
+
+def _only(kv: Sequence[PolicySpan], assumed: Version) -> Version | None:
+    """The version that built ``kv``, ``assumed`` where it is empty; None where several did."""
+    builders = {span.version for span in kv} or {assumed}
+    return builders.pop() if len(builders) == 1 else None
 
 
 def processed(logits: Sequence[float], sampling: SamplingSpec) -> list[tuple[int, float]]:

@@ -1,6 +1,10 @@
-"""What every Completer must do: inherit `CompleterTests` and give it a ``completer`` fixture."""
+"""What every Completer must do: inherit `CompleterTests` and give it a ``completer`` fixture.
+
+One that passes on what others answer inherits `PassingOnTests` too.
+"""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -8,8 +12,9 @@ import pytest
 from slackwater.errors import InvalidInputError, PolicyUnmetError
 from slackwater.ids import RequestId, Version
 from slackwater.rollout.completer import Completer
-from slackwater.rollout.evidence import Completion, Finish, collect
+from slackwater.rollout.evidence import Completion, Finish, PolicySpan, collect, kv_spans
 from slackwater.rollout.request import CompletionRequest, PolicyConstraint, SamplingSpec
+from slackwater.testing.completer import TableCompleter
 
 REQUEST = CompletionRequest(
     request_id=RequestId("r"),
@@ -118,3 +123,63 @@ class CompleterTests:
         alone = [await answer(completer, ask) for ask in asks]
         together = await asyncio.gather(*(answer(completer, ask) for ask in asks))
         assert [one.token_ids for one in alone] == [one.token_ids for one in together]
+
+
+MIXED = (
+    PolicySpan(version=Version(5), start=0, end=1),
+    PolicySpan(version=Version(4), start=1, end=2),
+    PolicySpan(version=Version(7), start=2, end=3),
+)
+"""KV of `REQUEST`'s prompt that three versions built."""
+ANEW = (PolicySpan(version=Version(7), start=0, end=7),)
+"""KV before token number 4 of its answer, all of it computed again."""
+
+
+class PassingOnTests:
+    """The completer under test passes on what the ``tables``, a fixture, answer: evidence of how
+    an answer came about arrives as it was told.
+    """
+
+    @pytest.mark.parametrize("streamed", [False, True])
+    async def test_evidence_of_kv_and_of_unconfirmed_versions_arrives(
+        self, completer: Completer, tables: Sequence[TableCompleter], *, streamed: bool
+    ) -> None:
+        """At the very tokens that told it."""
+        for table in tables:
+            table.kv, table.provisional = {0: MIXED, 4: ANEW}, (1, 2)
+        whole = await answer(completer, replace(REQUEST, streamed=streamed))
+        assert [step.kv for step in whole.steps] == [MIXED, (), (), (), ANEW, ()]
+        assert [step.provisional for step in whole.steps] == [False, True, True, False, False, False]
+        assert whole.origin.prompt_version is None
+        assert kv_spans(3, whole.steps) == (PolicySpan(version=Version(7), start=0, end=8),)
+
+    async def test_kv_of_very_many_versions_arrives(
+        self, completer: Completer, tables: Sequence[TableCompleter]
+    ) -> None:
+        """No number of spans is too much for a hop."""
+        rows = completer.window() - 1
+        kv = tuple(PolicySpan(version=Version(2**40 + row % 2), start=row, end=row + 1) for row in range(rows))
+        for table in tables:
+            table.kv = {0: kv}
+        whole = await answer(completer, replace(REQUEST, prompt_ids=(1,) * rows))
+        assert [step.kv for step in whole.steps] == [kv]
+
+    @pytest.mark.parametrize("tokens", [0, 2])
+    @pytest.mark.parametrize("finish", [Finish.SWAPPED, Finish.ABORT, Finish.POLICY_CHANGED])
+    async def test_an_answer_that_is_cut_keeps_its_tokens_and_its_word(
+        self, completer: Completer, tables: Sequence[TableCompleter], finish: Finish, tokens: int
+    ) -> None:
+        """It has no last token to say so."""
+        for table in tables:
+            table.cut_after(tokens, finish)
+        cut = await answer(completer, REQUEST)
+        assert (len(cut.steps), cut.finish) == (tokens, finish)
+
+    async def test_a_request_for_kv_of_any_version_arrives(
+        self, completer: Completer, tables: Sequence[TableCompleter]
+    ) -> None:
+        """And one for the same version's alone does."""
+        for any_kv in (True, False):
+            await answer(completer, replace(REQUEST, policy=PolicyConstraint(any_kv=any_kv)))
+        asked = sorted(request.policy.any_kv for table in tables for request in table.requests)
+        assert asked == [False, True]

@@ -5,11 +5,14 @@ the KV cache built as it was, and compares. It is worth something only if false 
 runs once more with all labels shifted by one version.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from itertools import pairwise
 from typing import Final
 
+from slackwater.config.in_flight import InFlight
 from slackwater.errors import InvalidInputError
 from slackwater.ids import StateDigest, Version
 from slackwater.rollout.evidence import PolicySpan
@@ -17,6 +20,8 @@ from slackwater.rollout.evidence import PolicySpan
 TOLERANCE_FLOOR: Final = 1e-3
 """Nats. Below it two log-probabilities are equal, whatever the calibration found."""
 _TOLERANCE_MARGIN: Final = 4.0
+_ONE_EXCHANGE: Final = 2
+"""Policy spans of an answer that crossed one exchange."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +37,10 @@ class LabelledAnswer:
     policy: tuple[PolicySpan, ...]
     """Covers every token, in order."""
     replica: str
+    kv: tuple[PolicySpan, ...] = ()
+    """Which version built the KV of all positions but the last; empty where that wasn't told."""
+    prompt_version: Version | None = None
+    """The version that built the prompt's KV before the first token; None where that isn't known."""
 
     def __post_init__(self) -> None:
         edges = [0, *(span.end for span in self.policy)]
@@ -41,6 +50,18 @@ class LabelledAnswer:
             raise InvalidInputError(
                 f"answer {self.key}: its policy spans don't cover its {len(self.token_ids)} tokens in order"
             )
+
+    @property
+    def kept_kv(self) -> tuple[PolicySpan, ...]:
+        """Its KV spans if no row was computed again or had been there before it: each version built the rows in front
+        of its own tokens.
+        """
+        shift = len(self.prompt_ids) - 1
+        first, *later = self.policy
+        return (
+            replace(first, end=first.end + shift),
+            *(replace(span, start=span.start + shift, end=span.end + shift) for span in later),
+        )
 
     @property
     def rises(self) -> bool:
@@ -64,11 +85,13 @@ class LabelCheck:
     """Nats."""
     answers: int
     unchecked: int
-    """Answers whose versions fall, as over a rollback: one walk along the chain can't re-score them."""
+    """Answers that a walk along the chain can't re-score."""
     shifted: int
     """Answers that have a falsely labelled twin: one version off, with other weights."""
     shifted_caught: int
     """Twins that the same check flags when all labels are one version off."""
+    unchecked_because: Mapping[str, int] = field(default_factory=dict[str, int])
+    """How many of ``unchecked``, by the reason: a word of `LeftOut`."""
 
     def plus(self, other: "LabelCheck") -> "LabelCheck":
         """Both checks as one."""
@@ -81,7 +104,34 @@ class LabelCheck:
             unchecked=self.unchecked + other.unchecked,
             shifted=self.shifted + other.shifted,
             shifted_caught=self.shifted_caught + other.shifted_caught,
+            unchecked_because=Counter(self.unchecked_because) + Counter(other.unchecked_because),
         )
+
+
+class LeftOut(StrEnum):
+    """Why a walk along the chain can't re-score an answer."""
+
+    FALLS = "versions_fall"
+    """As over a rollback."""
+    OTHER_KV = "kv_of_other_versions"
+    """Rows that went into its tokens were built by versions that the walk can't tell, or doesn't have in place then."""
+
+
+def replayed_as(answer: LabelledAnswer) -> InFlight | LeftOut:
+    """The mode of the exchanges that an answer crossed, as its KV spans tell it; `LeftOut` where they don't.
+
+    The spans tell of the last rows alone. So they explain each token if nothing was computed again, or if the only
+    exchange computed everything again and the prompt had been of the first token's version.
+    """
+    if not answer.rises:
+        return LeftOut.FALLS
+    if not answer.kv or answer.kv == answer.kept_kv:
+        return InFlight.CONTINUE
+    first, last = answer.policy[0].version, answer.policy[-1]
+    anew = (PolicySpan(version=last.version, start=0, end=answer.kept_kv[-1].end),)
+    if len(answer.policy) == _ONE_EXCHANGE and answer.kv == anew and answer.prompt_version == first:
+        return InFlight.RECOMPUTE
+    return LeftOut.OTHER_KV
 
 
 def tolerance(noise: float) -> float:

@@ -140,7 +140,7 @@ class RolloutClient:
             "n": n,
             "return_token_ids": True,
             "engine_data": True,
-            "policy": policy,
+            "policy": _policy(policy),
             **msgspec.to_builtins(sampling),
         }
         return list(read_samples(await self._post(path, msgspec.json.encode(body)), n))
@@ -171,6 +171,12 @@ class RolloutClient:
         if response.status == _OK:
             return answer
         raise _refusal(self._base_url, response.status, answer)
+
+
+def _policy(policy: PolicyConstraint) -> dict[str, object]:
+    # ``kv`` only where it is asked for: servers that don't know it refuse it.
+    versions = {"min_version": policy.min_version, "exact_version": policy.exact_version}
+    return {**versions, "kv": "any"} if policy.any_kv else {**versions}
 
 
 def _refusal(base_url: str, status: int, body: bytes) -> SlackwaterError:

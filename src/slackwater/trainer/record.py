@@ -17,6 +17,9 @@ class AnswerRecord(msgspec.Struct, frozen=True):
     finish: str
     reward: float
     text: str
+    kv: list[tuple[int, int, int]] = []
+    """``[version, start, end)`` over positions, as in `slackwater.trainer.samples.Sample.kv`; empty where not told."""
+    prompt_version: int | None = None
 
 
 def encode_record(record: AnswerRecord) -> str:

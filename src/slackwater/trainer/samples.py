@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from slackwater.api.engine_data import EngineData
+from slackwater.api.engine_data import PROVISIONAL, EngineData
 from slackwater.errors import CorruptError, UnsupportedError
 from slackwater.ids import BootId, ReplicaId, RunId, Version
 from slackwater.rollout.evidence import Finish, PolicySpan
@@ -37,13 +37,25 @@ class Sample:
     boot: BootId
     seed: int
     prompt_version: Version | None = None
-    """The version that built the prompt's KV; None where the replica doesn't say."""
+    """The version that built the prompt's KV; None where the replica doesn't say, or where several did."""
+    kv: tuple[PolicySpan, ...] = ()
+    """Which version built the KV that the answer ended with: positions of prompt and completion, but for the last.
+    Empty where the server doesn't say, as older ones don't, and where the answer has no token."""
+    provisional: bool = False
+    """The bits of some token's version had not been compared with its manifest yet."""
     cached_tokens: int = 0
 
     @property
     def versions(self) -> tuple[Version, ...]:
         """One version per token."""
         return tuple(span.version for span in self.policy for _ in range(span.start, span.end))
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether an operator, an exchange of weights or the request's exact version cut it; its tokens stand, and a
+        request with the ids of prompt and completion as its prompt goes on from there.
+        """
+        return self.finish in (Finish.ABORT, Finish.SWAPPED, Finish.POLICY_CHANGED)
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,8 +108,10 @@ def _sample(choice: _Choice, prompt_ids: tuple[int, ...]) -> Sample:
         raise UnsupportedError("a choice has no token_ids or no engine_data", hint=_HINT)
     logprobs = np.array(data.logprobs.values.values(), dtype=np.float32)
     logprobs.flags.writeable = False
-    policy = tuple(PolicySpan(version=version, start=start, end=end) for version, start, end in data.policy)
+    policy, kv = _spans(data.policy), _spans(data.kv or ())
     _check(choice.token_ids, data, len(logprobs), policy)
+    if data.kv is not None and not _covers(kv, _rows(prompt_ids, choice.token_ids)):
+        raise CorruptError("a choice's KV spans don't cover its prompt and tokens")
     text = choice.message.content if choice.message else choice.text
     return Sample(
         prompt_ids=prompt_ids,
@@ -111,14 +125,29 @@ def _sample(choice: _Choice, prompt_ids: tuple[int, ...]) -> Sample:
         boot=data.boot_id,
         seed=data.seed,
         prompt_version=data.prompt_version,
+        kv=kv,
+        provisional=data.status.get("policy") == PROVISIONAL,
         cached_tokens=data.cached_tokens,
     )
 
 
+def _spans(plain: Sequence[tuple[Version, int, int]]) -> tuple[PolicySpan, ...]:
+    return tuple(PolicySpan(version=version, start=start, end=end) for version, start, end in plain)
+
+
+def _rows(prompt_ids: Sequence[int], token_ids: Sequence[int]) -> int:
+    return len(prompt_ids) + len(token_ids) - 1 if token_ids else 0
+
+
+def _covers(spans: Sequence[PolicySpan], end: int) -> bool:
+    """Whether spans are adjacent, none is empty, and they reach from 0 to ``end``."""
+    edges = [0, *(span.end for span in spans)]
+    gapless = [span.start for span in spans] == edges[:-1] and all(span.start < span.end for span in spans)
+    return gapless and edges[-1] == end
+
+
 def _check(token_ids: Sequence[int], data: EngineData, num_logprobs: int, policy: Sequence[PolicySpan]) -> None:
-    starts = [0, *(span.end for span in policy)]
-    gapless = [span.start for span in policy] == starts[:-1] and all(span.start < span.end for span in policy)
     if data.token_ids.values() != tuple(token_ids):
         raise CorruptError("a choice's token_ids differ from its engine_data")
-    if not gapless or not len(token_ids) == num_logprobs == starts[-1]:
+    if len(token_ids) != num_logprobs or not _covers(policy, len(token_ids)):
         raise CorruptError(f"a choice's {len(token_ids)} ids, {num_logprobs} log-probabilities and spans don't fit")

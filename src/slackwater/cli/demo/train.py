@@ -113,6 +113,8 @@ def _records(report: StepReport) -> list[AnswerRecord]:
             finish=sample.finish,
             reward=reward,
             text=sample.text,
+            kv=[(span.version, span.start, span.end) for span in sample.kv],
+            prompt_version=sample.prompt_version,
         )
         for group, rewards in zip(report.groups, report.rewards, strict=True)
         for sample, reward in zip(group, rewards, strict=True)
