@@ -14,6 +14,7 @@ from torch import nn
 
 from slackwater.checkpoint.tensor import TensorSpec
 from slackwater.engine.placement import place
+from slackwater.engine.torch.arena import gather
 from slackwater.errors import CorruptError, NotFoundError, UnsupportedError
 
 SUPPORTED: Final = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -154,8 +155,8 @@ def _from_pretrained(folder: Path) -> nn.Module:
     module.eval()
     for parameter in module.parameters():
         parameter.requires_grad = False
-        # Weights are patched in place: they must lie in plain memory of ours, not in a mapping of the file.
-        parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
+    # Weights are patched in place: they must lie in plain memory of ours, not in a mapping of the file.
+    gather(list(module.parameters()))
     return module
 
 
