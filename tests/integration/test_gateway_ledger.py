@@ -45,3 +45,15 @@ def test_a_killed_gateway_goes_on_with_its_operations_groups_and_keys(tmp_path: 
         assert groups == {"eval": "pinned", "default": "manual"}
         row = call(f"{again.url}/hot_load/v1/models/hot_load")
         assert row.status == 400, "the front is there, and wants its header"
+
+
+def test_the_limits_of_hot_loads_are_those_of_its_options(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model", seed=0)
+    run(tmp_path / "logs", "publish", str(model), "--bucket", str(tmp_path / "bucket"), "--run", "run")
+    limits = ("--deadline", "1", "--poll", "0.05", "--watch", "0.2", "--call-deadline", "0.5", "--lag-limit", "5")
+    made = gateway(tmp_path, free_port(), *limits)
+    with ending_all([made]):
+        assert call(f"{made.url}/v1/hot-loads", body={"snapshot": "run/0"}).status == 202
+        until(lambda: [state for _, state, _ in shown(made.url)] == ["failed"], "the deadline of 1 s has passed")
+        (ended,) = call(f"{made.url}/v1/hot-loads").json["hot_loads"]
+        assert [part["stage"] for part in ended["replicas"]] == ["unknown", "unknown"]

@@ -8,6 +8,7 @@ from hotload_rig import Fleet, group
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slackwater.config.in_flight import InFlight
 from slackwater.errors import SlackwaterError, UnavailableError
 from slackwater.hotload.conductor import Conductor
 from slackwater.hotload.groups import Group, Mode
@@ -29,6 +30,7 @@ class Load:
     key: str | None
     replicas: tuple[str, ...] | None
     canary: Canary | None
+    in_flight: InFlight | None
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class SetMode:
     name: str
     mode: Mode
     version: int
+    in_flight: InFlight | None
 
 
 @dataclass(frozen=True)
@@ -52,8 +55,9 @@ class Happens:
 Chapter: TypeAlias = Load | SetMode | Happens
 CANARIES = st.none() | st.builds(Canary, count=st.integers(1, 2), hold_s=st.sampled_from([0.0, 3.0]))
 SUBSETS = st.none() | st.lists(st.sampled_from(NAMES), min_size=1, max_size=3, unique=True).map(tuple)
-LOADS = st.builds(Load, VERSIONS, st.none() | st.sampled_from(["a", "b"]), SUBSETS, CANARIES)
-MODES = st.builds(SetMode, st.sampled_from(["train", "eval"]), st.sampled_from(list(Mode)), VERSIONS)
+IN_FLIGHT = st.none() | st.sampled_from(InFlight)
+LOADS = st.builds(Load, VERSIONS, st.none() | st.sampled_from(["a", "b"]), SUBSETS, CANARIES, IN_FLIGHT)
+MODES = st.builds(SetMode, st.sampled_from(["train", "eval"]), st.sampled_from(list(Mode)), VERSIONS, IN_FLIGHT)
 EVENTS = ["reach", "reach", "fail", "restart", "silent", "heard", "gateway", "cancel", "wait"]
 HAPPENINGS = st.builds(Happens, st.sampled_from(EVENTS), st.integers(0, SIZE - 1), st.sampled_from([0.1, 1.0, 20.0]))
 
@@ -65,11 +69,15 @@ async def take_place(fleet: Fleet, chapter: Chapter) -> None:
         match chapter:
             case Load():
                 await conductor.submit(
-                    f"demo/{chapter.version}", chapter.key, replicas=chapter.replicas, canary=chapter.canary
+                    f"demo/{chapter.version}",
+                    chapter.key,
+                    replicas=chapter.replicas,
+                    canary=chapter.canary,
+                    in_flight=chapter.in_flight,
                 )
             case SetMode():
                 snapshot = f"demo/{chapter.version}" if chapter.mode is Mode.PINNED else None
-                await conductor.set_mode(chapter.name, chapter.mode, snapshot)
+                await conductor.set_mode(chapter.name, chapter.mode, snapshot, chapter.in_flight)
             case Happens(what="gateway"):
                 await fleet.restart(GROUPS)
             case Happens(what="cancel"):
@@ -139,6 +147,8 @@ def check_modes(fleet: Fleet, groups: tuple[Group, ...]) -> None:
                 assert (target.now.version, target.now.mode) == (each.version, "manual")
             if each.mode is Mode.FOLLOW:
                 assert target.now.mode == "follow"
+            if each.mode is not Mode.MANUAL:
+                assert target.now.swap_mode == (each.in_flight or "continue")
 
 
 @settings(max_examples=40, deadline=None)

@@ -2,10 +2,13 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
+from typing import Final
 
 import msgspec
 
+from slackwater.config.in_flight import InFlight
 from slackwater.errors import NotFoundError, SlackwaterError
 from slackwater.hotload.conductor import Conductor, ConductorLimits
 from slackwater.hotload.groups import Group, Mode
@@ -18,6 +21,8 @@ from slackwater.testing.clock import ManualClock
 from slackwater.testing.ledger import MemoryLedger
 
 RUN = RunId("demo")
+_LOOKUPS: Final = 5
+"""More than a round of the watch makes, one after the other."""
 
 
 def status(replica: str = "r0", version: int = 0, target: int = 0, **changes: object) -> TargetStatus:
@@ -34,6 +39,7 @@ def status(replica: str = "r0", version: int = 0, target: int = 0, **changes: ob
         provisional=False,
         waiting=False,
         in_flight=0,
+        swap_mode="continue",
     )
     return msgspec.structs.replace(made, **changes)
 
@@ -45,12 +51,18 @@ class ScriptedTarget:
         self.replica = ReplicaId(replica)
         self.now = status(replica)
         self.goals: list[Goal] = []
+        self.modes: list[InFlight | None] = []
+        self.refusal: SlackwaterError | None = None
         self.error: SlackwaterError | None = None
         self.silent = False
 
-    async def set_target(self, goal: Goal) -> TargetStatus:
+    async def set_target(self, goal: Goal, in_flight: InFlight | None = None) -> TargetStatus:
         await self._answer()
+        if self.refusal is not None:
+            raise self.refusal
         self.goals.append(goal)
+        self.modes.append(in_flight)
+        self.change(swap_mode=in_flight or InFlight.CONTINUE)
         if goal == "head":
             self.change(mode="follow")
         elif goal != self.now.version or self.now.stage != "idle":
@@ -63,16 +75,17 @@ class ScriptedTarget:
         await self._answer()
         return self.now
 
-    def reach(self) -> None:
+    def reach(self, **more: float) -> None:
         """Swap to the target, and tell where the time went."""
         before, target = self.now.version, self.now.target
         assert target is not None
         timings = SwapTimings(version=target, from_version=before, prepare_s=2.0, pause_s=0.25, verify_s=1.0)
+        timings = msgspec.structs.replace(timings, **more)
         self.change(version=target, stage="idle", swaps=(*self.now.swaps, timings))
 
     def restart(self) -> None:
         """Come back as the command line starts a replica: it follows the head by itself."""
-        self.change(boot_id=self.now.boot_id + "'", mode="follow", swaps=())
+        self.change(boot_id=self.now.boot_id + "'", mode="follow", swap_mode=InFlight.CONTINUE, swaps=())
 
     def fail(self, kind: str) -> None:
         self.change(stage="idle", waiting=True, last_error=TargetError(kind=kind, message="broken"))
@@ -132,6 +145,7 @@ class Fleet:
         self.snapshots = ListedSnapshots(snapshots)
         self.ledger = ledger or MemoryLedger()
         self._limits = limits
+        self._one_thread = ThreadPoolExecutor(max_workers=1)
         self._numbers = count()
         self.conductor = self.conduct(groups)
 
@@ -155,6 +169,15 @@ class Fleet:
 
     async def polls(self, seconds: float = 0.2) -> None:
         await self.clock.advance(seconds)
+
+    async def rounds(self, count: int = 1) -> None:
+        """So many seconds, each with a look at the whole fleet that ends within it: it asks the bucket in a thread."""
+        asyncio.get_running_loop().set_default_executor(self._one_thread)
+        for _ in range(count):
+            await self.polls(1.0)
+            for _ in range(_LOOKUPS):
+                await asyncio.to_thread(bool)
+                await self.polls(0.0)
 
     def goals(self) -> list[list[Goal]]:
         return [target.goals for target in self.targets]

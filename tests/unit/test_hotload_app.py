@@ -9,6 +9,7 @@ from http_rig import CONTROL, Client, gated, silent
 from replica_rig import RUN, Rig, until
 
 from slackwater.clock import SystemClock
+from slackwater.config.in_flight import InFlight
 from slackwater.errors import AuthError, CorruptError, NotFoundError, UnavailableError
 from slackwater.hotload.app import hotload_routes
 from slackwater.hotload.conductor import Conductor, ConductorLimits
@@ -97,6 +98,7 @@ async def test_groups_are_listed_and_their_modes_set(fleet: Fleet, front: Client
         "name": "default",
         "mode": "pinned",
         "snapshot": "demo/3",
+        "in_flight": None,
         "replicas": ["r0", "r1", "r2"],
         "hot_load": standing.id,
     }
@@ -204,9 +206,10 @@ async def test_a1_12_a_fleet_over_http_ends_with_a_state_for_each_replica(
     assert [part.version for part in ended.replicas] == [1, 0, None]
     timings = ended.replicas[0].timings
     assert timings is not None
-    assert (timings.from_version, timings.fetch_s) == (0, None)
-    assert timings.prepare_s is not None
-    assert timings.pause_s is not None
+    assert timings.from_version == 0
+    told = (timings.fetch_s, timings.decode_s, timings.stage_s, timings.drain_s, timings.prepare_s, timings.pause_s)
+    assert None not in told
+    assert timings.ended == 0
 
 
 async def test_a_target_maps_what_a_replica_refuses_and_what_is_no_replica(
@@ -218,6 +221,8 @@ async def test_a_target_maps_what_a_replica_refuses_and_what_is_no_replica(
         base = server.url
         target = HttpTarget(ReplicaId("replica-0"), base, "c", session)
         assert (await target.status()).version == 0
+        assert (await target.set_target(Version(0), InFlight.DRAIN)).swap_mode == "drain"
+        assert (await target.set_target(Version(0))).swap_mode == "continue"
         with pytest.raises(NotFoundError):
             await target.set_target(Version(8))
         with pytest.raises(AuthError):

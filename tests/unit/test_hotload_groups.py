@@ -173,6 +173,7 @@ async def test_a_part_of_what_follows_is_loaded_once_the_group_is_manual(grouped
     with pytest.raises(ConflictError, match="follows the head"):
         await grouped.conductor.submit("demo/7", replicas=["r1"])
     await grouped.conductor.set_mode("train", Mode.MANUAL)
+    await grouped.polls()
     assert grouped.goals()[:2] == [["head", 5], ["head", 0]]
     await grouped.conductor.submit("demo/7", replicas=["r1"])
     await grouped.polls(5.0)
@@ -212,6 +213,7 @@ async def test_cancelling_a_standing_operation_leaves_its_group_where_it_is(grou
     assert following is not None
     grouped.targets[0].change(version=Version(6), target=Version(6))
     cancelled = await grouped.conductor.cancel(following.id)
+    await grouped.polls()
     assert cancelled.state is OperationState.CANCELLED
     assert grouped.goals()[:2] == [["head", 6], ["head", 0]]
     assert modes(grouped)["train"] == "manual"
@@ -469,7 +471,7 @@ async def test_events_tell_who_moved_and_which_group(grouped: Fleet) -> None:
     await grouped.polls(1.1)
     await grouped.conductor.set_mode("train", Mode.MANUAL)
     kinds = [(event.kind, str(event.replica)) for event in await grouped.conductor.events(100)]
-    assert kinds[0] == ("group", "None")
+    assert kinds.count(("group", "None")) == 3
     assert ("retired", "r2") in kinds
     assert kinds.count(("serves", "r2")) == 2
     assert ("follows", "r0") in kinds

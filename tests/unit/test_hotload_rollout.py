@@ -4,6 +4,7 @@ import msgspec
 import pytest
 from hotload_rig import RUN, group, status
 
+from slackwater.config.in_flight import InFlight
 from slackwater.errors import ConflictError, InvalidInputError, NotFoundError
 from slackwater.hotload.groups import DEFAULT_GROUP, Group, Mode, arrange, as_ordered, meant
 from slackwater.hotload.operation import (
@@ -155,8 +156,15 @@ def test_replicas_that_were_told_and_are_not_there_tell_what_was_running() -> No
         status("r2", version=3, target=7, waiting=True),
         status("r3", version=3, target=5, mode="follow", stage="preparing"),
         status("r4", version=5, target=5, provisional=True, stage="verifying"),
-    ])  # fmt: skip
-    assert found == ((7, ("r0", "r2")), (5, ("r4",)))
+        status("r5", version=3, target=7, stage="preparing", swap_mode="drain"),
+        status("r6", version=3, target=7, stage="preparing", swap_mode="unheard-of"),
+    ], RUN)  # fmt: skip
+    assert [(each.version, each.replicas, each.in_flight) for each in found] == [
+        (7, ("r0", "r2"), InFlight.CONTINUE),
+        (5, ("r4",), InFlight.CONTINUE),
+        (7, ("r5",), InFlight.DRAIN),
+        (7, ("r6",), None),
+    ]
 
 
 @pytest.mark.parametrize(

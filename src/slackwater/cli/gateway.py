@@ -16,7 +16,7 @@ from slackwater.cli.trust import open_trusted
 from slackwater.clock import SystemClock
 from slackwater.config.process import GatewaySettings
 from slackwater.hotload.app import hotload_routes
-from slackwater.hotload.conductor import Conductor
+from slackwater.hotload.conductor import Conductor, ConductorLimits
 from slackwater.hotload.coreweave import coreweave_routes
 from slackwater.hotload.fireworks import AccountKey, fireworks_routes
 from slackwater.hotload.groups import Group, Mode
@@ -44,14 +44,23 @@ async def run_gateway(settings: GatewaySettings, keys: Keys, ending: Ending) -> 
     await asyncio.to_thread(probe, bucket)
     tokenizer = await asyncio.to_thread(ChatTokenizer, settings.tokenizer)
     async with ClientSession() as session:
-        targets = [HttpTarget(name, url, keys.control, session) for name, url in settings.replicas.items()]
+        limits = ConductorLimits(
+            deadline_s=settings.deadline_s,
+            poll_s=settings.poll_s,
+            standing_poll_s=settings.watch_s,
+            lag_limit_s=settings.lag_limit_s,
+        )
+        targets = [
+            HttpTarget(name, url, keys.control, session, deadline_s=settings.call_s)
+            for name, url in settings.replicas.items()
+        ]
         groups = [
             Group(name=each.name, mode=Mode(each.mode), version=each.version, replicas=tuple(each.replicas))
             for each in settings.groups
         ]
         ledger = await asyncio.to_thread(open_ledger, settings.ledger, settings.run)
         conductor = Conductor(
-            targets, BucketSnapshots(bucket, settings.run), SystemClock(), ledger=ledger, groups=groups
+            targets, BucketSnapshots(bucket, settings.run), SystemClock(), limits, ledger=ledger, groups=groups
         )
         router = Router(
             {name: RemoteReplica(url, keys.inference) for name, url in settings.replicas.items()},

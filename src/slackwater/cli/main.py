@@ -14,9 +14,13 @@ from slackwater.cli.keys import keys_from
 from slackwater.cli.options import (
     AsJson,
     BucketUrl,
+    CallDeadline,
     CanaryFile,
     Host,
+    LagLimit,
     LevelName,
+    LoadDeadline,
+    LoadPoll,
     Old,
     OptionalBucket,
     Port,
@@ -27,6 +31,7 @@ from slackwater.cli.options import (
     Threads,
     Top,
     Trust,
+    WatchPoll,
 )
 from slackwater.cli.replica_command import replica
 from slackwater.cli.text import plain
@@ -355,6 +360,11 @@ def gateway(
     model: Annotated[str, typer.Option(help="Name under which the fleet serves.")] = "policy",
     group: Annotated[list[str] | None, typer.Option(help="NAME=MODE:REPLICA,…; repeat for each.")] = None,
     ledger: Annotated[Path | None, typer.Option(help="File that keeps hot-loads over restarts.")] = None,
+    deadline: LoadDeadline = 600.0,
+    poll: LoadPoll = 0.1,
+    watch: WatchPoll = 2.0,
+    call_deadline: CallDeadline = 5.0,
+    lag_limit: LagLimit = 60.0,
     host: Host = "127.0.0.1",
     port: Port = 8000,
     trust: Trust = None,
@@ -364,17 +374,10 @@ def gateway(
     ending = Ending.watch(supervised=supervised)
     log.configure("gateway")
     settings = GatewaySettings(
-        replicas=parse_replicas(replica_urls),
-        tokenizer=tokenizer,
-        bucket=bucket,
-        run=run_id(run),
-        model=model,
-        host=host,
-        port=port,
-        trust=trust or (),
-        groups=parse_groups(group or (), run_id(run)),
-        ledger=ledger,
-    )
+        replicas=parse_replicas(replica_urls), groups=parse_groups(group or (), run_id(run)), tokenizer=tokenizer,
+        bucket=bucket, run=run_id(run), model=model, host=host, port=port, trust=trust or (), ledger=ledger,
+        deadline_s=deadline, poll_s=poll, watch_s=watch, call_s=call_deadline, lag_limit_s=lag_limit,
+    )  # fmt: skip
     keys = keys_from()
     from slackwater.cli.gateway import run_gateway
 

@@ -54,3 +54,22 @@ Trust = Annotated[
         help="File of a public key, PEM or 64 hex digits: of the bucket, take what it signed. Repeat for each.",
     ),
 ]
+LoadDeadline = Annotated[
+    float,
+    typer.Option("--deadline", metavar="S", min=1, max=86400, help="Seconds that a hot-load gives its replicas."),
+]
+LoadPoll = Annotated[
+    float,
+    typer.Option("--poll", metavar="S", min=0.01, max=60, help="Seconds between looks at replicas being loaded."),
+]
+WatchPoll = Annotated[
+    float, typer.Option("--watch", metavar="S", min=0.1, max=600, help="Seconds between looks at the whole fleet.")
+]
+CallDeadline = Annotated[
+    float,
+    typer.Option("--call-deadline", metavar="S", min=0.1, max=600, help="Seconds for each control call to a replica."),
+]
+LagLimit = Annotated[
+    float,
+    typer.Option("--lag-limit", metavar="S", min=1, max=86400, help="Seconds that a follower may lag before an alarm."),
+]

@@ -93,6 +93,16 @@ class GatewaySettings:
     """Of the replicas; those in none make up the group ``default``."""
     ledger: Path | None = None
     """File of the hot-loads' history; None: it ends with the process."""
+    deadline_s: float = 600.0
+    """Seconds that a hot-load gives replicas which are told together."""
+    poll_s: float = 0.1
+    """Seconds between looks at a replica that is being loaded."""
+    watch_s: float = 2.0
+    """Seconds between looks at one that follows or is pinned, and at the whole fleet."""
+    call_s: float = 5.0
+    """Seconds for each control call to a replica."""
+    lag_limit_s: float = 60.0
+    """Seconds that a replica which follows the head may be behind without an alarm."""
 
 
 _BASE_URL = re.compile(r"https?://(\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?/?")

@@ -9,7 +9,7 @@ from starlette.routing import Route
 
 from slackwater.api.respond import json_reply
 from slackwater.errors import InvalidInputError
-from slackwater.hotload.bodies import bounded, decode
+from slackwater.hotload.bodies import bounded, decode, read_in_flight
 from slackwater.hotload.conductor import Conductor
 from slackwater.hotload.groups import Group, Mode
 from slackwater.hotload.operation import Operation
@@ -33,6 +33,8 @@ class HotLoadBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     group: Name | None = None
     replicas: tuple[Name, ...] | None = None
     canary: Canary | None = None
+    in_flight: Name | None = None
+    """An `InFlight`; without it, each replica's default."""
 
 
 class GroupBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -41,6 +43,8 @@ class GroupBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mode: Mode
     snapshot: Name | None = None
     """Where ``mode`` is ``pinned``."""
+    in_flight: Name | None = None
+    """As in `HotLoadBody`; not where ``mode`` is ``manual``."""
 
 
 def hotload_routes(conductor: Conductor) -> list[Route]:
@@ -72,7 +76,12 @@ class _Front:
             raise InvalidInputError(f"Idempotency-Key must have 1 to {_MAX_KEY} characters")
         return _reply(
             await self._conductor.submit(
-                order.snapshot, key, group=order.group, replicas=order.replicas, canary=order.canary
+                order.snapshot,
+                key,
+                group=order.group,
+                replicas=order.replicas,
+                canary=order.canary,
+                in_flight=read_in_flight(order.in_flight),
             )
         )
 
@@ -99,7 +108,8 @@ class _Front:
         """``POST /v1/groups/{name}``."""
         wanted = decode(body, GroupBody, 'send {"mode": "manual"}, or follow, or pinned with a snapshot')
         name = request.path_params["name"]
-        return json_reply(self._group(await self._conductor.set_mode(name, wanted.mode, wanted.snapshot)))
+        in_flight = read_in_flight(wanted.in_flight)
+        return json_reply(self._group(await self._conductor.set_mode(name, wanted.mode, wanted.snapshot, in_flight)))
 
     async def snapshots(self, request: Request) -> Response:
         """``GET /v1/snapshots``."""
@@ -129,6 +139,7 @@ class _Front:
             "name": group.name,
             "mode": group.mode,
             "snapshot": None if group.version is None else snapshot_name(self._conductor.run, group.version),
+            "in_flight": group.in_flight,
             "replicas": group.replicas,
             "hot_load": None if standing is None else standing.id,
         }
@@ -146,6 +157,7 @@ def _shown(operation: Operation) -> dict[str, object]:
         "snapshot": _goal(order.run, order.version),
         "group": order.group,
         "canary": order.canary,
+        "in_flight": order.in_flight,
         "standing": order.standing,
         "state": operation.state,
         "phase": operation.phase,

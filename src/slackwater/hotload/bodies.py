@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from slackwater.api.respond import error_reply, read_body
+from slackwater.config.in_flight import InFlight
 from slackwater.errors import InvalidInputError, SlackwaterError
 
 T = TypeVar("T")
@@ -57,3 +58,19 @@ def decode(body: bytes, kind: type[T], hint: str) -> T:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise InvalidInputError(f"the body can't be read: {error}", hint=hint) from error
+
+
+def read_in_flight(word: str | None) -> InFlight | None:
+    """The mode for requests in flight that ``word`` names; None where there is no word.
+
+    Raises:
+        InvalidInputError: There is no such mode.
+    """
+    if word is None:
+        return None
+    try:
+        return InFlight(word)
+    except ValueError:
+        raise InvalidInputError(
+            f"there is no in_flight {word[:80]!r}", hint=f"it is one of {', '.join(InFlight)}"
+        ) from None

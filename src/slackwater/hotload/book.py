@@ -93,6 +93,10 @@ class Book:
         self._seen[status.replica] = status
         self.note(*found)
 
+    def last(self, replica: "ReplicaId") -> TargetStatus | None:
+        """What a replica said when it last answered this process; None where it never did."""
+        return self._seen.get(replica)
+
     def note(self, *events: FleetEvent) -> None:
         """Append events to the ledger."""
         if events:

@@ -4,20 +4,26 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from math import isfinite
 from typing import Any, TypeVar
 
 from slackwater.clock import Clock
-from slackwater.errors import ConflictError, NotFoundError, SlackwaterError, UnavailableError
+from slackwater.config.in_flight import InFlight
+from slackwater.errors import ConflictError, InvalidInputError, NotFoundError
 from slackwater.hotload.book import Book
 from slackwater.hotload.drive import DriveLimits, Driver
 from slackwater.hotload.groups import DEFAULT_GROUP, Group, Mode, arrange, as_ordered, find_group, meant
+from slackwater.hotload.keep import kept, strays
 from slackwater.hotload.ledger import Ledger, SqliteLedger
+from slackwater.hotload.lookup import Lookup
 from slackwater.hotload.operation import Operation, OperationEvent, Order, ReplicaProgress
 from slackwater.hotload.recovery import apart, take_up, under_way
+from slackwater.hotload.roll import FleetMember, Roll
 from slackwater.hotload.rollout import Canary, first_phase
 from slackwater.hotload.snapshots import Snapshot, SnapshotLookup
-from slackwater.hotload.target import Goal, Target, TargetError, TargetStatus
+from slackwater.hotload.target import Target, TargetStatus
+from slackwater.hotload.watch import Watch
 from slackwater.hotload.witness import FleetEvent
 from slackwater.ids import ReplicaId, RunId, Version, parse_snapshot
 
@@ -28,28 +34,30 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConductorLimits:
-    """Bounds of the conductor."""
+    """Bounds of the conductor.
+
+    Raises:
+        InvalidInputError: One isn't above 0, or isn't finite.
+    """
 
     deadline_s: float = 600.0
     """Seconds for those replicas of an operation that are told together."""
     poll_s: float = 0.1
     """Seconds between two looks at a replica that is under way."""
     standing_poll_s: float = 2.0
-    """Seconds between two looks at a replica that follows the head or is pinned."""
+    """Seconds between two looks at a replica that follows the head or is pinned, and at the whole fleet."""
     lookup_s: float = 30.0
     """Seconds that a call waits for the bucket."""
     history: int = 256
     """Operations that are listed; the oldest ended one leaves first, and stays in the ledger."""
+    lag_limit_s: float = 60.0
+    """Seconds that a replica which follows the head may be behind before that is an alarm."""
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FleetMember:
-    """One replica as it was heard just now."""
-
-    replica: ReplicaId
-    status: TargetStatus | None
-    """None where it didn't answer; ``error`` says why."""
-    error: TargetError | None
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not (isfinite(value) and value > 0):
+                raise InvalidInputError(f"{field.name} is {value}", hint="it is a number above 0")
 
 
 class Conductor:
@@ -81,23 +89,25 @@ class Conductor:
     ) -> None:
         self._targets = {target.replica: target for target in targets}
         self._configured = arrange(groups, tuple(self._targets))
-        self._snapshots = snapshots
         self._clock = clock
-        self._limits = bounds = limits or ConductorLimits()
+        bounds = limits or ConductorLimits()
+        self._lookup = Lookup(snapshots, clock, bounds.lookup_s)
         self._new_id = new_id
         self._book = Book(ledger or SqliteLedger(None, snapshots.run), clock, bounds.history)
         drive = DriveLimits(deadline_s=bounds.deadline_s, poll_s=bounds.poll_s, standing_poll_s=bounds.standing_poll_s)
         self._driver = Driver(self._targets, self._book, clock, drive)
+        self._roll = Roll(self._targets, self._book, clock, bounds.lag_limit_s)
+        self._watch = Watch(self._roll, self._lookup, clock, bounds.standing_poll_s, self._bring_back)
         self._drives: dict[str, asyncio.Task[None]] = {}
         self._calls: set[asyncio.Task[Any]] = set()
-        self._looking: asyncio.Task[None] | None = None
+        self._behind: list[asyncio.Task[None]] = []
         self._turn = asyncio.Lock()
 
     async def start(self) -> None:
         """Take up what the ledger says is running, and give groups their configured modes where these are new.
 
         Without any operation in the ledger, what replicas were told and haven't reached becomes one: that is looked
-        for behind the back of the first calls, which go first.
+        for behind the back of the first calls, which go first. From now on the whole fleet is watched.
         """
         async with self._turn:
             known = await self._book.load()
@@ -112,7 +122,13 @@ class Conductor:
                 if not operation.ended and operation.id not in self._drives:
                     self._drive(operation)
         manual = [name for group in changed if group.mode is Mode.MANUAL for name in group.replicas]
-        self._looking = asyncio.get_running_loop().create_task(self._look_around(manual), name="hot-load-look")
+        loop = asyncio.get_running_loop()
+        self._behind = [
+            loop.create_task(self._look_around(manual), name="hot-load-look"),
+            loop.create_task(self._watch.run(), name="hot-load-watch"),
+        ]
+        for task in self._behind:
+            task.add_done_callback(lambda done: _tell_end(done, f"{done.get_name()} has ended"))
 
     async def submit(
         self,
@@ -122,6 +138,7 @@ class Conductor:
         group: str | None = None,
         replicas: Sequence[str] | None = None,
         canary: Canary | None = None,
+        in_flight: InFlight | None = None,
     ) -> Operation:
         """Begin to load ``<run>/<version>`` on the replicas meant; returns at once.
 
@@ -137,7 +154,7 @@ class Conductor:
         """
         version = self._of_run(snapshot)
         chosen = None if replicas is None else tuple(ReplicaId(name) for name in replicas)
-        order = Order(run=self._snapshots.run, version=version, group=group, replicas=chosen, canary=canary)
+        order = Order(run=self.run, version=version, group=group, replicas=chosen, canary=canary, in_flight=in_flight)
         return await self._whole(self._submit(order, version, idempotency_key))
 
     def get(self, operation_id: str) -> Operation:
@@ -155,7 +172,7 @@ class Conductor:
     @property
     def run(self) -> RunId:
         """The lineage that the fleet serves."""
-        return self._snapshots.run
+        return self._lookup.run
 
     def list(self) -> tuple[Operation, ...]:
         """The remembered operations, newest first; standing ones among them."""
@@ -178,16 +195,19 @@ class Conductor:
         """The operation that moves a group; None where it is manual."""
         return as_ordered(find_group(self._configured, group), self.list())[1]
 
-    async def set_mode(self, group: str, mode: Mode, snapshot: str | None = None) -> Group:
+    async def set_mode(
+        self, group: str, mode: Mode, snapshot: str | None = None, in_flight: InFlight | None = None
+    ) -> Group:
         """Change who moves a group. A manual one stays where it is; the other modes are standing operations.
 
         Raises:
-            InvalidInputError: ``snapshot`` is missing for a pin, stands with another mode, or is no snapshot's name.
+            InvalidInputError: ``snapshot`` is missing for a pin, stands with another mode, or is no snapshot's name;
+                or ``in_flight`` stands with the manual mode.
             NotFoundError: There is no such group or snapshot.
             UnavailableError: The bucket didn't answer in time.
         """
         version = None if snapshot is None else self._of_run(snapshot)
-        return await self._whole(self._set_mode(group, mode, version))
+        return await self._whole(self._set_mode(group, mode, version, in_flight))
 
     async def follow(self) -> tuple[FleetMember, ...]:
         """Let every group that isn't pinned follow the head from now on; supersedes what runs there."""
@@ -195,11 +215,11 @@ class Conductor:
         for group in free:
             await self.set_mode(group.name, Mode.FOLLOW)
         names = [name for group in free for name in group.replicas]
-        return tuple(await asyncio.gather(*(self._ask(name, "head") for name in names)))
+        return await self._roll.some(names, "head")
 
     async def fleet(self) -> tuple[FleetMember, ...]:
         """Every replica as it is now; a silent one is listed with its error."""
-        return tuple(await asyncio.gather(*(self._ask(name, None) for name in self._targets)))
+        return await self._roll.everyone()
 
     async def events(self, limit: int) -> tuple[FleetEvent, ...]:
         """What has become of replicas and groups, newest first."""
@@ -211,13 +231,13 @@ class Conductor:
         Raises:
             UnavailableError: The bucket didn't answer in time.
         """
-        return await self._in_time(self._snapshots.chain)
+        return await self._lookup.chain()
 
     async def close(self) -> None:
         """Stop driving. Operations stay open: replicas go on by themselves, and a new conductor takes up the rest."""
-        if self._looking is not None:
-            self._looking.cancel()
-            await asyncio.gather(self._looking, return_exceptions=True)
+        for task in self._behind:
+            task.cancel()
+        await asyncio.gather(*self._behind, return_exceptions=True)
         await asyncio.gather(*self._calls, return_exceptions=True)
         async with self._turn:
             await self._halt(list(self._drives))
@@ -236,9 +256,9 @@ class Conductor:
             if known is not None:
                 return known
             names = meant(order, self.groups())
-            await self._in_time(lambda: self._snapshots.find(version))
+            await self._lookup.find(version)
             operation = self._made(order, names, key)
-            await self._replace(names, operation)
+            await self._replace(self._sharing(names), operation)
             await self._book.written()
             return operation
 
@@ -247,37 +267,36 @@ class Conductor:
             operation = self.get(operation_id)
             if operation.ended:
                 raise ConflictError(f"hot-load {operation_id} has ended: {operation.state}")
-            await self._stop([operation], OperationEvent.CANCEL)
+            await self._halt([operation_id])
+            stays = await self._stays(operation.names, [operation]) if operation.order.standing else ()
+            await self._replace([operation], *stays, event=OperationEvent.CANCEL)
             operation = self.get(operation_id)
-            if operation.order.standing:
-                await asyncio.gather(*(self._stay(name) for name in operation.names))
-            else:
+            if not operation.order.standing:
                 left = [part for part in operation.replicas if not part.settled and part.replica in operation.told]
-                await asyncio.gather(*(self._hold(part.replica, part.version) for part in left))
+                await asyncio.gather(*(self._roll.hold(part.replica, part.version) for part in left))
             await self._book.written()
             return operation
 
-    async def _set_mode(self, group: str, mode: Mode, version: Version | None) -> Group:
+    async def _set_mode(self, group: str, mode: Mode, version: Version | None, in_flight: InFlight | None) -> Group:
         async with self._turn:
             known = find_group(self.groups(), group)
-            wanted = replace(known, mode=mode, version=version)
+            wanted = replace(known, mode=mode, version=version, in_flight=in_flight)
             if version is not None:
-                await self._in_time(lambda: self._snapshots.find(version))
+                await self._lookup.find(version)
             if mode is Mode.MANUAL:
                 standing = [each for each in self._sharing(known.replicas) if each.order.standing]
-                await self._stop(standing, OperationEvent.SUPERSEDE)
-                await asyncio.gather(*(self._stay(name) for name in known.replicas))
+                await self._halt([each.id for each in standing])
+                await self._replace(standing, *await self._stays(known.replicas, standing))
             elif wanted != known:
-                operation = self._standing(wanted)
-                await self._replace(known.replicas, operation)
+                await self._replace(self._sharing(known.replicas), self._standing(wanted))
             self._note_mode(wanted)
             await self._book.written()
             return wanted
 
     def _of_run(self, snapshot: str) -> Version:
         run, version = parse_snapshot(snapshot)
-        if run != self._snapshots.run:
-            raise NotFoundError(f"there is no run {run!r} here", hint=f"this fleet serves {self._snapshots.run!r}")
+        if run != self.run:
+            raise NotFoundError(f"there is no run {run!r} here", hint=f"this fleet serves {self.run!r}")
         return version
 
     async def _known(self, order: Order, key: str | None) -> Operation | None:
@@ -294,17 +313,19 @@ class Conductor:
 
     def _made(self, order: Order, names: Sequence[ReplicaId], key: str | None = None) -> Operation:
         name = self._new_id()
+        starts = {replica: last.boot_id for replica in names if (last := self._book.last(replica)) is not None}
         return Operation(
             id=name,
             idempotency_key=key or name,
             order=order,
             created_at=self._clock.wall(),
             phase=first_phase(order.canary),
-            replicas=tuple(ReplicaProgress(replica=replica) for replica in names),
+            # With its start known, one that refuses, so that its status isn't heard, is no stray before it restarts.
+            replicas=tuple(ReplicaProgress(replica=replica, boot_id=starts.get(replica)) for replica in names),
         )
 
     def _standing(self, group: Group) -> Operation:
-        order = Order(run=self._snapshots.run, version=group.version, group=group.name, standing=True)
+        order = Order(run=self.run, version=group.version, group=group.name, standing=True, in_flight=group.in_flight)
         return self._made(order, group.replicas)
 
     def _order_mode(self, group: Group) -> None:
@@ -324,15 +345,18 @@ class Conductor:
         """The open operations that are about any of these replicas."""
         return tuple(each for each in self.list() if not each.ended and set(each.names) & set(names))
 
-    async def _replace(self, names: Sequence[ReplicaId], operation: Operation) -> None:
-        """End what runs on these replicas and begin ``operation``: the ledger gets both or neither."""
-        giving_way = self._sharing(names)
+    async def _replace(
+        self,
+        giving_way: Sequence[Operation],
+        *operations: Operation,
+        event: OperationEvent = OperationEvent.SUPERSEDE,
+    ) -> None:
+        """End what gives way and begin the others: the ledger gets all of it or nothing."""
         await self._halt([each.id for each in giving_way])
-        ended = [
-            self.get(each.id).after(OperationEvent.SUPERSEDE) for each in giving_way if not self.get(each.id).ended
-        ]
-        self._book.put(*ended, operation)
-        self._drive(operation)
+        left = [self.get(each.id) for each in giving_way]
+        self._book.put(*(each.after(event) for each in left if not each.ended), *operations)
+        for operation in operations:
+            self._drive(operation)
 
     def _drive(self, operation: Operation) -> None:
         drive = asyncio.get_running_loop().create_task(self._driver.run(operation.id), name=f"hot-load-{operation.id}")
@@ -342,13 +366,7 @@ class Conductor:
     def _driven(self, operation_id: str, drive: asyncio.Task[None]) -> None:
         if self._drives.get(operation_id) is drive:
             del self._drives[operation_id]
-        if not drive.cancelled() and (error := drive.exception()) is not None:
-            _log.error("hot-load %s is not driven any more", operation_id, exc_info=error)
-
-    async def _stop(self, operations: Sequence[Operation], event: OperationEvent) -> None:
-        await self._halt([each.id for each in operations])
-        left = [self.get(each.id) for each in operations]
-        self._book.put(*(each.after(event) for each in left if not each.ended))
+        _tell_end(drive, f"hot-load {operation_id} is not driven any more")
 
     async def _halt(self, names: Sequence[str]) -> None:
         """Wait until nothing is told any more in the name of these operations."""
@@ -358,51 +376,49 @@ class Conductor:
         await asyncio.gather(*drives, return_exceptions=True)
 
     async def _look_around(self, manual: Sequence[ReplicaId]) -> None:
-        """Once, after the start: groups that have become manual stay where they are, and what is under way is kept."""
-        async with self._turn:
-            await asyncio.gather(*(self._stay(name) for name in manual))
+        """Once, after the start: what is under way is kept, and groups that have become manual stay where they are."""
         heard = [member.status for member in await self.fleet()]
         async with self._turn:
-            if self._book.newest():  # a call came first
-                return
-            for version, names in under_way([status for status in heard if status is not None]):
-                order = Order(run=self._snapshots.run, version=version, replicas=names)
-                await self._replace(names, self._made(order, names))
+            if not self._book.newest():  # else a call came first
+                orders = under_way([status for status in heard if status is not None], self.run)
+                await self._replace((), *(self._made(order, order.replicas or ()) for order in orders))
+            await self._replace((), *await self._stays(manual, ()))
 
-    async def _stay(self, name: ReplicaId) -> None:
-        """Tell a replica that follows the head to stay where it is."""
-        status = (await self._ask(name, None)).status if name in self._targets else None
-        if status is not None and status.mode == "follow":
-            await self._hold(name, status.version)
+    async def _stays(self, names: Sequence[ReplicaId], giving_way: Sequence[Operation]) -> tuple[Operation, ...]:
+        """Hot-loads that keep the followers among ``names`` at the versions that they are at, to be begun.
 
-    async def _hold(self, name: ReplicaId, version: Version | None) -> None:
-        if version is None or name not in self._targets:
-            return
-        if (member := await self._ask(name, version)).error is not None:
-            _log.warning("replica %s could not be told to stay: %s", name, member.error.message)
+        Those that a hot-load is about already are told to stay until it comes to them.
+        """
+        going = {each.id for each in giving_way}
+        staying = [each for each in self._sharing(names) if each.id not in going]
+        busy = {name for each in staying for name in each.names}
+        loaded = {name for each in staying if not each.order.standing for name in each.names}
+        heard = [member.status for member in await self._roll.some(names)]
+        following = [status for status in heard if status is not None and status.mode == "follow"]
+        await asyncio.gather(*(self._roll.hold(s.replica, s.version) for s in following if s.replica in loaded))
+        found: dict[Version, list[ReplicaId]] = {}
+        for status in following:
+            if status.version is not None and status.replica not in busy:
+                found.setdefault(status.version, []).append(status.replica)
+        orders = [Order(run=self.run, version=version, replicas=tuple(each)) for version, each in found.items()]
+        return tuple(self._made(order, order.replicas or ()) for order in orders)
 
-    async def _ask(self, name: ReplicaId, goal: Goal | None) -> FleetMember:
-        target = self._targets[name]
-        try:
-            status = await (target.status() if goal is None else target.set_target(goal))
-        except SlackwaterError as error:
-            told = TargetError(kind=error.kind, message=str(error))
-            return FleetMember(replica=name, status=None, error=told)
-        self._book.saw(status)
-        return FleetMember(replica=name, status=status, error=None)
+    async def _bring_back(self, heard: Sequence[TargetStatus]) -> None:
+        """Load those that a restart has taken from where their manual group was left."""
+        async with self._turn:
+            where = kept(self._book.newest(), [status.replica for status in heard])
+            for (version, in_flight), strayed in strays(heard, where).items():
+                names = tuple(status.replica for status in strayed)
+                order = Order(run=self.run, version=version, replicas=names, in_flight=in_flight)
+                operation = self._made(order, names)
+                _log.warning("restarted, and back to version %s by %s: %s", version, operation.id, ", ".join(names))
+                await self._replace((), operation)
 
-    async def _in_time(self, look: Callable[[], T]) -> T:
-        """What a look at the bucket finds; a bucket that hangs holds no call for longer than the limit."""
-        found = asyncio.ensure_future(asyncio.to_thread(look))
-        timer = asyncio.ensure_future(self._clock.sleep(self._limits.lookup_s))
-        try:
-            await asyncio.wait((found, timer), return_when=asyncio.FIRST_COMPLETED)
-            if found.done():
-                return found.result()
-        finally:
-            timer.cancel()
-            found.cancel()
-        raise UnavailableError(f"the bucket didn't answer within {self._limits.lookup_s:g} s", hint="ask again")
+
+def _tell_end(task: asyncio.Task[None], words: str) -> None:
+    """An end that nobody asked for is told."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _log.error(words, exc_info=error)
 
 
 def _unnamed(group: Group) -> str:

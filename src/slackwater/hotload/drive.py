@@ -103,11 +103,14 @@ class Driver:
             await self._clock.sleep(self._limits.poll_s)
 
     async def _stand(self, operation_id: str, name: ReplicaId) -> None:
-        """Look at one replica for ever; tell it whenever it doesn't do what the standing order says."""
+        """Look at one replica for ever; tell it once, and whenever it doesn't do what the standing order says."""
+        owed = self._book.get(operation_id).part(name).told_at is None
         while True:
-            status = await self._look(operation_id, name, tell=False)
-            if status is not None and not obeys(self._book.get(operation_id).order, status):
-                await self._look(operation_id, name, tell=True)
+            status = await self._look(operation_id, name, tell=owed)
+            if status is not None:
+                strays = not owed and not obeys(self._book.get(operation_id).order, status)
+                # One that refuses is told again, not asked how it is: its refusal stays to be seen.
+                owed = strays and await self._look(operation_id, name, tell=True) is None
             await self._clock.sleep(self._limits.standing_poll_s)
 
     async def _look(self, operation_id: str, name: ReplicaId, *, tell: bool) -> TargetStatus | None:
@@ -119,7 +122,8 @@ class Driver:
             seen = _failed(name, ConflictError(f"replica {name} is no longer in this fleet"), ReplicaStage.FAILED)
         else:
             try:
-                status = await (target.set_target(operation.order.goal) if tell else target.status())
+                order = operation.order
+                status = await (target.set_target(order.goal, order.in_flight) if tell else target.status())
             except SlackwaterError as error:
                 seen = _failed(name, error, _stage_of(error))
             else:
@@ -154,6 +158,9 @@ class Driver:
         if not told:
             return replace(part, stage=ReplicaStage.SKIPPED)
         late = TargetError(kind="unavailable", message=f"not settled within {self._limits.deadline_s:g} s")
+        if part.stage is ReplicaStage.UNDER_WAY and (last := self._book.last(part.replica)) is not None:
+            where = f"{last.stage}, {last.in_flight} answers in flight"
+            late = TargetError(kind=late.kind, message=f"{late.message}: {where}")
         return replace(part, stage=ReplicaStage.UNKNOWN, error=part.error or late)
 
 

@@ -4,6 +4,7 @@ Source of the shape: the documentation of Fireworks' hot-load API and the wire o
 docs/hot-load.md says what is taken, and what is refused because it can't be done here.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Final, Literal
 
 import msgspec
@@ -16,11 +17,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from slackwater.api.respond import json_reply
 from slackwater.errors import InvalidInputError, UnsupportedError
 from slackwater.hotload.bodies import bounded, decode
-from slackwater.hotload.conductor import Conductor, FleetMember
+from slackwater.hotload.conductor import Conductor
 from slackwater.hotload.foreign import group_of, identity_of, snapshot_of
 from slackwater.hotload.groups import find_group
+from slackwater.hotload.operation import Operation, ReplicaProgress, ReplicaStage
+from slackwater.hotload.roll import FleetMember
 from slackwater.hotload.target import TargetStatus
-from slackwater.ids import RunId, Version
+from slackwater.ids import ReplicaId, RunId, Version
 
 HOT_LOAD: Final = "/hot_load/v1/models/hot_load"
 ACCOUNTS: Final = "/v1/accounts"
@@ -106,7 +109,8 @@ class _Front:
         group = self._group(request)
         names = None if group is None else find_group(self._conductor.groups(), group).replicas
         members = [each for each in await self._conductor.fleet() if names is None or each.replica in names]
-        rows = [_row(member, self._conductor.run) for member in members]
+        latest = _latest(self._conductor.list())
+        rows = [_row(member, self._conductor.run, latest.get(member.replica)) for member in members]
         return json_reply({"replicas": sorted(rows, key=_readiness)})
 
     async def accounts(self, request: Request) -> Response:
@@ -140,21 +144,43 @@ class ReplicaRow(msgspec.Struct, frozen=True, kw_only=True):
     loaded_adapters: tuple[()] = ()
 
 
-def _row(member: FleetMember, run: RunId) -> ReplicaRow:
+def _latest(newest: Sequence[Operation]) -> dict[ReplicaId, tuple[Operation, ReplicaProgress]]:
+    """By replica, the newest operation about it and its part in that."""
+    found: dict[ReplicaId, tuple[Operation, ReplicaProgress]] = {}
+    for operation in newest:
+        for part in operation.replicas:
+            found.setdefault(part.replica, (operation, part))
+    return found
+
+
+def _row(member: FleetMember, run: RunId, latest: tuple[Operation, ReplicaProgress] | None) -> ReplicaRow:
+    """What a replica says; where it refused the newest hot-load, and so has no word of it, that refusal."""
     status = member.status
     if status is None:
         told = "" if member.error is None else member.error.message
         state = LoadingState(stage="unknown", message=told)
         return ReplicaRow(identity=member.replica, readiness=False, current_snapshot_identity=None, loading_state=state)
-    error = None if status.last_error is None else status.last_error.message
+    state = _refused(latest, status, run) or LoadingState(
+        stage=_stage(status),
+        target_snapshot_identity=_identity(run, status.target),
+        message=None if status.last_error is None else status.last_error.message,
+    )
     return ReplicaRow(
         identity=member.replica,
         readiness=status.state == "serving",
         current_snapshot_identity=None if status.provisional else _identity(run, status.version),
-        loading_state=LoadingState(
-            stage=_stage(status), target_snapshot_identity=_identity(run, status.target), message=error
-        ),
+        loading_state=state,
     )
+
+
+def _refused(latest: tuple[Operation, ReplicaProgress] | None, status: TargetStatus, run: RunId) -> LoadingState | None:
+    if latest is None or latest[0].order.version in (None, status.target, status.version):
+        return None
+    operation, part = latest
+    if part.stage is not ReplicaStage.FAILED or part.error is None:
+        return None
+    wanted = _identity(run, operation.order.version)
+    return LoadingState(stage="error", target_snapshot_identity=wanted, message=part.error.message)
 
 
 def _stage(status: TargetStatus) -> str:

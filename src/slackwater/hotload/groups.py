@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+from slackwater.config.in_flight import InFlight
 from slackwater.errors import ConflictError, InvalidInputError, NotFoundError
 from slackwater.hotload.operation import Operation, Order
 from slackwater.ids import ReplicaId, Version
@@ -36,10 +37,16 @@ class Group:
     mode: Mode = Mode.MANUAL
     version: Version | None = None
     """The version that it is pinned to."""
+    in_flight: InFlight | None = None
+    """What the swaps of one that follows or is pinned do with answers in flight; None: each replica's default."""
 
     def __post_init__(self) -> None:
         if (self.mode is Mode.PINNED) != (self.version is not None):
             raise InvalidInputError(f"group {self.name}: a pinned group names its snapshot, and no other does")
+        if self.mode is Mode.MANUAL and self.in_flight is not None:
+            raise InvalidInputError(
+                f"group {self.name}: in_flight goes with follow and pinned", hint="hot-loads name their own"
+            )
 
     @property
     def words(self) -> str:
@@ -85,7 +92,10 @@ def as_ordered(group: Group, operations: Sequence[Operation]) -> tuple[Group, Op
         order = operation.order
         if order.standing and order.group == group.name and not operation.ended:
             mode = Mode.FOLLOW if order.version is None else Mode.PINNED
-            return Group(name=group.name, replicas=group.replicas, mode=mode, version=order.version), operation
+            ordered = Group(
+                name=group.name, replicas=group.replicas, mode=mode, version=order.version, in_flight=order.in_flight
+            )
+            return ordered, operation
     return Group(name=group.name, replicas=group.replicas), None
 
 

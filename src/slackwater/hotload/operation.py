@@ -17,6 +17,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Final
 
+from slackwater.config.in_flight import InFlight
 from slackwater.errors import ConflictError
 from slackwater.hotload.rollout import Canary, Phase, told_in
 from slackwater.hotload.target import Goal, SwapTimings, TargetError, TargetStatus
@@ -122,6 +123,8 @@ class Order:
     canary: Canary | None = None
     standing: bool = False
     """It never ends by itself, and brings back whoever strays."""
+    in_flight: InFlight | None = None
+    """What swaps do with answers in flight; None: each replica's default."""
 
     @property
     def goal(self) -> Goal:
@@ -213,7 +216,7 @@ def judge(order: Order, status: TargetStatus) -> ReplicaProgress:
 
 def obeys(order: Order, status: TargetStatus) -> bool:
     """Whether a replica has taken ``order`` and works on it, so that telling it again would change nothing."""
-    if status.state != "serving":
+    if status.state != "serving" or order.in_flight not in (None, status.swap_mode):
         return False
     if order.version is None:
         return status.mode == "follow"

@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from slackwater.config.in_flight import InFlight
 from slackwater.errors import NotFoundError
 from slackwater.hotload.groups import Group, find_group
-from slackwater.hotload.operation import Operation, OperationEvent, ReplicaProgress
+from slackwater.hotload.operation import Operation, OperationEvent, Order, ReplicaProgress
 from slackwater.hotload.target import TargetStatus
-from slackwater.ids import ReplicaId, Version
+from slackwater.ids import ReplicaId, RunId, Version
 
 
 def take_up(operation: Operation, groups: Sequence[Group]) -> Operation:
@@ -41,11 +42,15 @@ def apart(newest: Sequence[Operation]) -> list[Operation]:
     return kept
 
 
-def under_way(statuses: Sequence[TargetStatus]) -> tuple[tuple[Version, tuple[ReplicaId, ...]], ...]:
-    """The versions that replicas were told to go to and haven't reached, each with its replicas."""
-    found: dict[Version, list[ReplicaId]] = {}
+def under_way(statuses: Sequence[TargetStatus], run: RunId) -> tuple[Order, ...]:
+    """What replicas were told and haven't reached, as orders: one for each version and mode, with its replicas."""
+    found: dict[tuple[Version, InFlight | None], list[ReplicaId]] = {}
     for status in statuses:
         settled = status.version == status.target and status.stage == "idle" and not status.provisional
         if status.mode == "manual" and status.target is not None and not settled:
-            found.setdefault(status.target, []).append(status.replica)
-    return tuple((version, tuple(names)) for version, names in found.items())
+            mode = next((each for each in InFlight if each == status.swap_mode), None)
+            found.setdefault((status.target, mode), []).append(status.replica)
+    return tuple(
+        Order(run=run, version=version, replicas=tuple(names), in_flight=mode)
+        for (version, mode), names in found.items()
+    )

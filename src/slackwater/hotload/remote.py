@@ -7,6 +7,7 @@ import aiohttp
 import msgspec
 
 from slackwater.api.faults import Envelope, rebuild
+from slackwater.config.in_flight import InFlight
 from slackwater.errors import CorruptError, UnavailableError
 from slackwater.hotload.target import Goal, TargetStatus
 from slackwater.ids import ReplicaId
@@ -41,9 +42,10 @@ class HttpTarget:
         self._session = session
         self._deadline_s = deadline_s
 
-    async def set_target(self, goal: Goal) -> TargetStatus:
+    async def set_target(self, goal: Goal, in_flight: InFlight | None = None) -> TargetStatus:
         """See `Target.set_target`."""
-        return self._read(await self._call("POST", "/control/v1/target", msgspec.json.encode({"version": goal})))
+        body = {"version": goal} if in_flight is None else {"version": goal, "in_flight": in_flight}
+        return self._read(await self._call("POST", "/control/v1/target", msgspec.json.encode(body)))
 
     async def status(self) -> TargetStatus:
         """See `Target.status`."""

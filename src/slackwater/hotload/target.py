@@ -4,6 +4,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from slackwater.config.in_flight import InFlight
 from slackwater.ids import ReplicaId, RunId, StateDigest, Version
 
 Goal = Version | Literal["head"]
@@ -25,18 +26,20 @@ class SwapTimings(msgspec.Struct, frozen=True, kw_only=True):
     from_version: Version | None = None
     fetch_s: float | None = None
     """Waiting for bytes, from the bucket or the cache."""
-    check_s: float | None = None
-    """Comparing them with the manifest's digests."""
     decode_s: float | None = None
-    """Making writes of them."""
+    """Making writes of them, digests compared."""
     stage_s: float | None = None
     """Handing these to the engine."""
+    drain_s: float | None = None
+    """Waiting for answers in flight to end."""
     prepare_s: float | None = None
     """All of that together, while the old version served."""
     pause_s: float | None = None
     """Without a token."""
     verify_s: float | None = None
     """Reading back, while the new version served provisionally."""
+    ended: int | None = None
+    """Answers that the swap cut."""
 
 
 class TargetStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,6 +63,9 @@ class TargetStatus(msgspec.Struct, frozen=True, kw_only=True):
     waiting: bool
     """The last attempt failed and the next waits."""
     in_flight: int
+    """Answers admitted and not ended."""
+    swap_mode: str | None = None
+    """The mode for requests in flight that swaps to ``target`` use, see `InFlight`; None where it doesn't tell."""
     state_digest: StateDigest | None = None
     last_error: TargetError | None = None
     swaps: tuple[SwapTimings, ...] = ()
@@ -82,12 +88,17 @@ class Target(Protocol):
         """Its name, stable over restarts."""
         ...
 
-    async def set_target(self, goal: Goal) -> TargetStatus:
+    async def set_target(self, goal: Goal, in_flight: InFlight | None = None) -> TargetStatus:
         """Tell it where to go; returns before it is there. The same goal again is no new work.
+
+        Args:
+            goal: A version, or the head.
+            in_flight: What its swaps there do with answers in flight; None: its own default.
 
         Raises:
             ConflictError: It can't take a target now; it says in which state it is.
             NotFoundError: It doesn't find that version.
+            UnsupportedError: Its engine lacks what that takes.
         """
         ...
 

@@ -12,7 +12,8 @@ class FleetEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     at: float
     """When it was noticed; seconds since the epoch."""
     kind: str
-    """``serves``, ``rolled_back``, ``follows``, ``manual``, ``restarted``, ``retired``, ``failed`` or ``group``."""
+    """``serves``, ``rolled_back``, ``follows``, ``manual``, ``restarted``, ``retired``, ``failed``,
+    ``lagging`` or ``group``."""
     replica: ReplicaId | None = None
     version: Version | None = None
     """What it serves, or failed to reach."""

@@ -14,6 +14,7 @@ and opens anew what ``ledger`` has written. The suite needs pytest.
 from collections.abc import Callable
 from dataclasses import replace
 
+from slackwater.config.in_flight import InFlight
 from slackwater.hotload.ledger import Ledger
 from slackwater.hotload.operation import Operation, OperationEvent, Order, ReplicaProgress, ReplicaStage
 from slackwater.hotload.rollout import Canary, Phase
@@ -34,7 +35,7 @@ def operation(number: int) -> Operation:
         boot_id="boot",
         told_at=1.5,
         settled_at=2.25,
-        timings=SwapTimings(version=Version(number), from_version=Version(0), fetch_s=0.1, pause_s=0.002),
+        timings=SwapTimings(version=Version(number), from_version=Version(0), fetch_s=0.1, pause_s=0.002, ended=3),
     )
     failed = ReplicaProgress(
         replica=ReplicaId("r1"),
@@ -47,6 +48,7 @@ def operation(number: int) -> Operation:
         group="train",
         replicas=(ReplicaId("r0"), ReplicaId("r1")),
         canary=Canary(count=1, hold_s=0.5),
+        in_flight=InFlight.DRAIN,
     )
     return Operation(
         id=f"op{number}",

@@ -1,0 +1,67 @@
+"""Looks at the lineage that hold no call for longer than a limit, whatever the bucket does."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+from slackwater.clock import Clock
+from slackwater.errors import NotFoundError, UnavailableError
+from slackwater.hotload.snapshots import Snapshot, SnapshotLookup
+from slackwater.ids import RunId, Version
+
+T = TypeVar("T")
+
+
+class Lookup:
+    """A `SnapshotLookup` asked from the event loop.
+
+    Args:
+        snapshots: Whose calls block.
+        clock: Measures the limit.
+        limit_s: Seconds that a call waits for the bucket.
+    """
+
+    def __init__(self, snapshots: SnapshotLookup, clock: Clock, limit_s: float) -> None:
+        self.run: Final[RunId] = snapshots.run
+        self._snapshots = snapshots
+        self._clock = clock
+        self._limit_s = limit_s
+
+    async def find(self, version: Version) -> Snapshot:
+        """See `SnapshotLookup.find`.
+
+        Raises:
+            UnavailableError: The bucket didn't answer in time.
+        """
+        return await self._in_time(lambda: self._snapshots.find(version))
+
+    async def chain(self) -> tuple[Snapshot, ...]:
+        """See `SnapshotLookup.chain`; raises as `find`."""
+        return await self._in_time(self._snapshots.chain)
+
+    async def head(self, known: Version) -> Version:
+        """The newest version above ``known`` that is committed without a gap; ``known`` where there is none.
+
+        Raises:
+            UnavailableError: The bucket didn't answer in time.
+            CorruptError: The manifest of the next one doesn't verify.
+        """
+        while True:
+            above = Version(known + 1)
+            try:
+                await self.find(above)
+            except NotFoundError:
+                return known
+            known = above
+
+    async def _in_time(self, look: Callable[[], T]) -> T:
+        found = asyncio.ensure_future(asyncio.to_thread(look))
+        timer = asyncio.ensure_future(self._clock.sleep(self._limit_s))
+        try:
+            await asyncio.wait((found, timer), return_when=asyncio.FIRST_COMPLETED)
+            if found.done():
+                return found.result()
+        finally:
+            timer.cancel()
+            found.cancel()
+        raise UnavailableError(f"the bucket didn't answer within {self._limit_s:g} s", hint="ask again")
