@@ -6,12 +6,14 @@ import pytest
 from replica_rig import SPECS, request, until, weights_at
 
 from slackwater.checkpoint.tensor import Bits, TileWrite, tiles
+from slackwater.config.in_flight import InFlight
 from slackwater.engine.base import Engine
 from slackwater.ids import Version
 from slackwater.rollout.completer import Answer
-from slackwater.rollout.evidence import TokenStep
+from slackwater.rollout.evidence import PolicySpan, TokenStep
 from slackwater.rollout.request import CompletionRequest, SamplingSpec
 from slackwater.testing.conformance_engine import FIRST, EngineTests, OpenEngine
+from slackwater.testing.conformance_in_flight import InFlightTests
 from slackwater.testing.stamp import KvRow, StampEngine, built, replayed, tensor_stamp, weights_mark
 
 OLD, NEW = weights_mark(weights_at(0)), weights_mark(weights_at(1))
@@ -162,6 +164,23 @@ async def test_a_step_within_a_commit_makes_a_token_of_no_version(engine: StampE
     assert not proved(request(30), got, marks)
 
 
+async def test_what_spoilt_weights_recomputed_is_computed_again(engine: StampEngine) -> None:
+    engine.hold()
+    answer = await engine.generate(request(6))
+    engine.release(2)
+    steps = aiter(answer)
+    got = [await anext(steps), await anext(steps)]
+    staged = await engine.stage(writes_to(weights_at(1)))
+    await engine.commit(staged, Version(1), in_flight=InFlight.RECOMPUTE)
+    await engine.undo(staged, Version(0), spoilt=True)
+    engine.release()
+    got += [step async for step in steps]
+    assert got[2].kv == (PolicySpan(version=Version(0), start=0, end=5),)
+    assert [step.version for step in got] == [0] * 6
+    right = replayed(request(6), 0, got, {Version(0): OLD})
+    assert [(step.token_id, step.logprob) for step in got] == right
+
+
 async def test_labels_are_told_in_the_pause() -> None:
     told: list[Version] = []
     engine = StampEngine(weights_at(0), SPECS, labelled=told.append)
@@ -177,7 +196,7 @@ def test_a_row_is_a_value() -> None:
     assert row == KvRow(token=7, mark=OLD, version=Version(0), key=row.key)
 
 
-class TestTheWholeContract(EngineTests):
+class TestTheWholeContract(EngineTests, InFlightTests):
     """The fake keeps every promise that real engines keep."""
 
     @pytest.fixture

@@ -281,8 +281,8 @@ def only_who_serves_accepts(history: History) -> Iterator[str]:
 
 def kv_is_of_one_version(history: History) -> Iterator[str]:
     """I8."""
-    whole = answers(history)
-    for place, answer in enumerate(whole):
+    whole, places = answers(history), {id(event): place for place, event in enumerate(history)}
+    for answer in whole:
         if not answer.steps:
             continue
         origin, first = answer.sampled[0].origin, answer.steps[0]
@@ -292,8 +292,11 @@ def kv_is_of_one_version(history: History) -> Iterator[str]:
             yield f"the prompt of {answer.name} was built by {sorted(builders)}, its first token by {first.version}"
         if origin.prompt_version not in (None, *builders) or (origin.prompt_version is None and len(builders) == 1):
             yield f"{answer.name} says that {origin.prompt_version} built its prompt, which {sorted(builders)} did"
+        # Requests may begin in another order than they were accepted in.
+        begun = places[id(answer.sampled[0])]
+        others = (other for other in whole if other is not answer and places[id(other.accepted)] < begun)
         reused = origin.cached_tokens
-        if reused and not any(_built(other, answer) >= reused for other in whole[:place]):
+        if reused and not any(_built(other, answer) >= reused for other in others):
             yield f"{answer.name} reused {reused} tokens of KV that nobody built for it"
 
 

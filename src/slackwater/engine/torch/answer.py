@@ -23,8 +23,8 @@ class TorchAnswer:
         self._abandon: Final = abandon
         self._finish: Finish | None = None
         self._failure: SlackwaterError | None = None
-        self._begun = False
         self._steps: Final[asyncio.Queue[TokenStep | None]] = asyncio.Queue()
+        self._over: Final = asyncio.Event()
 
     @property
     def origin(self) -> Origin:
@@ -39,16 +39,14 @@ class TorchAnswer:
     @property
     def over(self) -> bool:
         """Whether no more tokens will be pushed."""
-        return self._finish is not None or self._failure is not None
+        return self._over.is_set()
 
-    @property
-    def under_way(self) -> bool:
-        """Whether it has a token and has not ended."""
-        return self._begun and not self.over
+    async def ended(self) -> None:
+        """Return once it is over."""
+        await self._over.wait()
 
     def began(self, *, cached_tokens: int, prompt_version: Version | None) -> None:
         """Complete the origin; before the first token."""
-        self._begun = True
         self._origin = replace(self._origin, cached_tokens=cached_tokens, prompt_version=prompt_version)
 
     def push(self, step: TokenStep) -> None:
@@ -61,12 +59,14 @@ class TorchAnswer:
         """No more tokens; those so far can still be read."""
         if not self.over:
             self._finish = finish
+            self._over.set()
             self._steps.put_nowait(None)
 
     def fail(self, error: SlackwaterError) -> None:
         """No more tokens; reading past those so far raises ``error``."""
         if not self.over:
             self._failure = error
+            self._over.set()
             self._steps.put_nowait(None)
 
     def __aiter__(self) -> AsyncIterator[TokenStep]:

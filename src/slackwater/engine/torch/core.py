@@ -137,9 +137,10 @@ class Core:
             self.abort(key)
         return [Ended(key=key, finish=Finish.ABORT) for key in keys]
 
-    def drain(self) -> None:
-        """Give no answer its first token until `proceed` or `relabel`; those that have one go on."""
+    def drain(self) -> list[int]:
+        """Give no answer its first token until `proceed`; those that have one go on. The keys of these."""
         self._draining = True
+        return [row.key for row in self._rows.values() if row.made]
 
     def proceed(self) -> None:
         """End a drain."""
@@ -276,7 +277,8 @@ class Core:
         if not row.request.policy.admits(self._version):
             self._drop(row)
             wanted = f"version {self._version} is in place, the request admits {row.request.policy}"
-            yield Failed(key=row.key, error=PolicyUnmetError(wanted, hint="retry later"))
+            error = PolicyUnmetError(wanted, hint="retry later", versions=(self._version,))
+            yield Failed(key=row.key, error=error)
             return
         row.tell_kv = any(span.version != self._version for span in row.kv)
         builders = {span.version for span in row.kv}

@@ -148,9 +148,9 @@ class TorchEngine:
         """See `Engine.drain`."""
         core = self._living()
         try:
-            await self._between_steps(core.drain)
-            # Those that have a token by now; were it any at any time, a drain that others end might never return.
-            for answer in [answer for answer in self._answers.values() if answer.under_way]:
+            begun = await self._between_steps(core.drain)
+            # These and no later ones: whoever ends this drain meanwhile lets others begin, and they never cease.
+            for answer in [self._answers[key] for key in begun if key in self._answers]:
                 await answer.ended()
         except asyncio.CancelledError:
             self.proceed()

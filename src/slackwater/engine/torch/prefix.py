@@ -77,8 +77,8 @@ class SlotTable:
             return None
         chosen = min(free, key=lambda index: self._slots[index].released)
         source, shared = self._share(prompt, version, any_kv=any_kv)
-        kv = _cut(self._slots[source].kv, shared)
-        self._slots[chosen] = _Slot(prompt=prompt, kv=kv, free=False)
+        kv, fresh = _cut(self._slots[source].kv, shared), not shared or self._slots[source].fresh
+        self._slots[chosen] = _Slot(prompt=prompt, kv=kv, fresh=fresh, free=False)
         return Seat(slot=chosen, source=source if shared else chosen, shared=shared, kv=kv)
 
     def fill(self, slot: int, filled: int, version: Version, *, whole: bool = False) -> None:
@@ -116,10 +116,11 @@ class SlotTable:
                 self.empty(index)
 
     def _share(self, prompt: tuple[int, ...], version: Version, *, any_kv: bool) -> tuple[int, int]:
-        """The slot that has most of ``prompt`` to give, and how many tokens of it."""
-        lengths = [self._common(slot, prompt) if any_kv or slot.of(version) else 0 for slot in self._slots]
-        best = max(lengths)
-        return lengths.index(best), best
+        """The slot with most of ``prompt`` to give, and how many tokens of it. Rows of the weights in place win."""
+        own = [slot.of(version) for slot in self._slots]
+        lengths = [self._common(slot, prompt) if any_kv or own[at] else 0 for at, slot in enumerate(self._slots)]
+        best = max(range(len(lengths)), key=lambda at: (lengths[at], own[at]))
+        return best, lengths[best]
 
     def _common(self, slot: _Slot, prompt: tuple[int, ...]) -> int:
         if slot.whole and slot.prompt == prompt:

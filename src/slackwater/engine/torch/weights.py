@@ -3,7 +3,7 @@
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count, groupby, pairwise
+from itertools import groupby, pairwise
 from typing import Any, Final
 
 import torch
@@ -13,7 +13,7 @@ from slackwater.engine.base import Proof
 from slackwater.engine.scatter import Aim, StagedScatter
 from slackwater.errors import InvalidInputError, NotFoundError, SwapError
 
-_NO_STATE: Final = -1
+_NO_STATE: Final = object()
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -24,7 +24,7 @@ class StagedWrites:
     scatter: StagedScatter
     places: tuple[str, ...]
     """Where each write goes, in words."""
-    base: int
+    base: object
 
     @property
     def num_bytes(self) -> int:
@@ -45,9 +45,8 @@ class WeightBits:
     def __init__(self, parameters: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec]) -> None:
         self.specs: Final = specs
         self._flat: Final = {name: _bits(tensor, specs[name]) for name, tensor in parameters.items()}
-        self._states: Final = count(1)
-        self._state = 0
-        self._moves = 0  # odd while memory is written
+        self._state = object()  # of these weights alone: what was staged on another engine's is refused
+        self._moves = 0  # odd from a commit's first write until it is known whether it stands
         self._last: StagedWrites | None = None
 
     def read(self, name: str, tile: Tile) -> Bits:
@@ -80,24 +79,23 @@ class WeightBits:
         """Write everything, all or nothing. Returns bytes written.
 
         Raises:
-            SwapError: The weights aren't those that it was staged on, or ``proof`` finds what is written wrong; they
-                are as they were.
+            SwapError: The weights aren't those that it was staged on, or ``proof`` finds what is written wrong. They
+                are as they were, as after whatever ``proof`` itself raises.
         """
-        if staged.base != self._state:
+        if staged.base is not self._state:
             raise SwapError("the weights changed since these writes were staged", hint="stage them again")
         with self._moving():
             differed = staged.scatter.commit()
+            wrong = _wrong(staged.scatter, proof) if proof and differed is None else None
         if differed is not None:
             raise SwapError(
                 f"{staged.places[differed]} was changed by somebody else since these writes were staged; "
                 "nothing is written",
                 hint="stage them again; if it happens again, look at this machine's memory",
             )
-        if proof is not None and (wrong := proof()) is not None:
-            with self._moving():
-                staged.scatter.undo()
+        if wrong is not None:
             raise SwapError(f"{wrong} was not what it should be once it was written; it was put back")
-        self._state, self._last = next(self._states), staged
+        self._state, self._last = object(), staged
         return staged.scatter.bytes_written
 
     def undo(self, staged: StagedWrites) -> int:
@@ -142,6 +140,17 @@ class WeightBits:
         if not tile.fits(flat.size):
             raise InvalidInputError(f"{name}: tile {tile.index} ends outside of its {flat.size} elements")
         return flat
+
+
+def _wrong(scatter: StagedScatter, proof: Proof) -> str | None:
+    """What a proof says of writes that are in place; unless that is nothing, they are put back."""
+    wrong: str | None = "a proof that didn't end"
+    try:
+        wrong = proof()
+    finally:
+        if wrong is not None:
+            scatter.undo()
+    return wrong
 
 
 def _name(write: TileWrite) -> str:
