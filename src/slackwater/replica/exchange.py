@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -115,14 +116,13 @@ class Exchange:
             self._on(Event.SUPERSEDE)
             return None
         self._on(Event.PREPARED)
-        drain_s = await self._drain() if in_flight is InFlight.DRAIN else 0.0
-        if self._stop.is_set():
-            self._engine.proceed()
-            self._on(Event.SUPERSEDE)
-            return None
-        self._on(Event.COMMIT)
-        before = self.swap.version
-        report = await self._commit(ready, in_flight)
+        async with self._drained(in_flight) as drain_s:
+            if self._stop.is_set():
+                self._on(Event.SUPERSEDE)
+                return None
+            self._on(Event.COMMIT)
+            before = self.swap.version
+            report = await self._commit(ready, in_flight)
         verify_s = await self._verify(ready)
         return SwapReport(
             version=ready.made.version,
@@ -233,20 +233,26 @@ class Exchange:
         _log.warning("going to version %d only, as the next one can't be prepared: %s", reached.version, error)
         self._on(Event.SHORTENED, reached.version)
 
-    async def _drain(self) -> float:
-        """Let answers end; the seconds that it took."""
+    @asynccontextmanager
+    async def _drained(self, in_flight: InFlight) -> AsyncGenerator[float]:
+        """Let answers end first, if that is the mode; the seconds that it took. Later ones wait while this is open."""
+        if in_flight is not InFlight.DRAIN:
+            yield 0.0
+            return
         self._on(Event.DRAIN)
         began, limit = self._clock.monotonic(), self._limits.drain_s
-        out_of_time = first(self._stop.wait(), self._clock.sleep(limit))
-        await first(self._drained(), out_of_time)
-        took = self._clock.monotonic() - began
-        if took >= limit and not self._stop.is_set():
-            _log.warning("answers that have not ended within %g s are cut", limit)
-        return took
-
-    async def _drained(self) -> bool:
-        await self._or_fail(self._engine.drain())
-        return True
+        drain = asyncio.ensure_future(self._engine.drain())
+        try:
+            out_of_time = first(self._stop.wait(), self._clock.sleep(limit))
+            await first(asyncio.wait((drain,)), out_of_time)
+            if drain.done():
+                await self._or_fail(drain)
+            elif not self._stop.is_set():
+                _log.warning("answers that have not ended within %g s are cut", limit)
+            yield self._clock.monotonic() - began
+        finally:
+            drain.cancel()
+            await asyncio.gather(drain, return_exceptions=True)
 
     async def _commit(self, ready: _Ready, in_flight: InFlight) -> CommitReport:
         version, strict = ready.made.version, self._limits.strict
