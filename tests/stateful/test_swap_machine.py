@@ -66,6 +66,16 @@ class SwapMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.at(Stage.STAGED))
     @rule()
+    def drain(self) -> None:
+        self.on(Event.DRAIN)
+
+    @precondition(lambda self: self.at(Stage.DRAINING))
+    @rule()
+    def die_while_draining(self) -> None:
+        self.on(Event.FAILED)
+
+    @precondition(lambda self: self.at(Stage.STAGED) or self.at(Stage.DRAINING))
+    @rule()
     def commit(self) -> None:
         self.on(Event.COMMIT)
 
@@ -136,8 +146,14 @@ class SwapMachine(RuleBasedStateMachine):
     @invariant()
     def a_goal_exists_exactly_while_one_is_made(self) -> None:
         """``goal`` is set from ``begin`` to the commit's end."""
-        making = self.swap.stage in (Stage.PREPARING, Stage.STAGED, Stage.COMMITTING)
+        making = self.swap.stage in (Stage.PREPARING, Stage.STAGED, Stage.DRAINING, Stage.COMMITTING)
         assert (self.swap.goal is not None) == making
+
+    @invariant()
+    def tokens_of_unproven_bits_can_be_told(self) -> None:
+        """Whatever the engine holds now, or will before the next event, is confirmed or among the unproven."""
+        if self.swap.serves and self.engine.tensors[0] >= 0:
+            assert self.engine.tensors[0] in {*self.swap.unproven, self.confirmed}
 
     @invariant()
     def an_undo_is_offered_only_where_the_engine_can(self) -> None:
@@ -162,7 +178,7 @@ class SwapMachine(RuleBasedStateMachine):
                 self.begin()
             case Stage.PREPARING:
                 self.prepare(works=True)
-            case Stage.STAGED:
+            case Stage.STAGED | Stage.DRAINING:
                 self.commit()
             case Stage.COMMITTING:
                 self.apply(Event.COMMITTED, flips=False)

@@ -142,15 +142,19 @@ class Trainer:
             for rank, (bucket, exchange) in enumerate(zip(buckets, exchanges, strict=True))
         ]
 
-    def publish(self, parts: Sequence[TensorSource], model: Path, step: int = 0, **options: bool) -> list[object]:
+    def publish(
+        self, parts: Sequence[TensorSource], model: Path, step: int = 0, *, anchor: bool = False
+    ) -> list[object]:
         def call(rank: int) -> object:
-            return self.ranks[rank].publish(parts[rank], step=step, folder_files=model, **options)
+            return self.ranks[rank].publish(parts[rank], step=step, folder_files=model, anchor=anchor)
 
         return self.together(call)
 
-    def publish_async(self, parts: Sequence[TensorSource], model: Path, step: int = 0, **options: bool) -> list[object]:
+    def publish_async(
+        self, parts: Sequence[TensorSource], model: Path, step: int = 0, *, anchor: bool = False
+    ) -> list[object]:
         def call(rank: int) -> object:
-            return self.ranks[rank].publish_async(parts[rank], step=step, folder_files=model, **options)
+            return self.ranks[rank].publish_async(parts[rank], step=step, folder_files=model, anchor=anchor)
 
         return self.together(call)
 

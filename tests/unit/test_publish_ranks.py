@@ -85,11 +85,11 @@ class Trainer:
             for rank, (bucket, exchange) in enumerate(zip(buckets, self.exchanges, strict=True))
         ]
 
-    def publish(self, parts: Sequence[Tensors], model: Path, step: int = 0, **options: bool) -> list[object]:
+    def publish(self, parts: Sequence[Tensors], model: Path, step: int = 0, *, anchor: bool = False) -> list[object]:
         def call(rank: int) -> Callable[[], Published]:
             folder = model if rank == 0 else None
             source = StateDictSource(parts[rank])
-            return lambda: self.ranks[rank].publish(source, step=step, folder_files=folder, **options)
+            return lambda: self.ranks[rank].publish(source, step=step, folder_files=folder, anchor=anchor)
 
         return list(together([call(rank) for rank in range(len(self.ranks))]))
 
@@ -293,12 +293,14 @@ def test_parts_of_other_states_are_never_merged(model: Path) -> None:
 # In the background
 
 
-def started(trainer: Trainer, parts: Sequence[Tensors], model: Path, step: int, **options: bool) -> list[object]:
+def started(
+    trainer: Trainer, parts: Sequence[Tensors], model: Path, step: int, *, anchor: bool = False
+) -> list[object]:
     """Every rank's handle, or what it raised."""
 
     def call(rank: int) -> Callable[[], object]:
         source = StateDictSource(parts[rank])
-        return lambda: trainer.ranks[rank].publish_async(source, step=step, folder_files=model, **options)
+        return lambda: trainer.ranks[rank].publish_async(source, step=step, folder_files=model, anchor=anchor)
 
     return list(together([call(rank) for rank in range(len(trainer.ranks))]))
 
