@@ -72,8 +72,8 @@ class Bench:
         mark = weights_mark(weights_at(version))
         self.log.append(Published(version=version, state=StateDigest(f"state {version}"), mark=mark))
 
-    def _labelled(self, version: Version) -> None:
-        self.log.append(Labelled(replica=REPLICA, boot=BOOT, version=version, at=0.0))
+    def _labelled(self, version: Version, mended: bool = False) -> None:
+        self.log.append(Labelled(replica=REPLICA, boot=BOOT, version=version, at=0.0, mended=mended))
 
     async def ask(self, chance: random.Random) -> None:
         self._asked += 1

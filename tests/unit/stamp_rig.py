@@ -145,8 +145,9 @@ class World:
         source, boot = FolderSource(folder), self.boot
         weights = {name: source.bits(name) for name in source.specs()}
 
-        def labelled(taken: Version) -> None:
-            self.log.append(Labelled(replica=self._name, boot=boot, version=taken, at=self.clock.monotonic()))
+        def labelled(taken: Version, mended: bool = False) -> None:
+            at = self.clock.monotonic()
+            self.log.append(Labelled(replica=self._name, boot=boot, version=taken, at=at, mended=mended))
 
         engine = StampEngine(
             weights,
@@ -342,9 +343,11 @@ def _request(newest: Version, chance: random.Random) -> tuple[tuple[int, ...], i
 
 def _spoil(world: World, chance: random.Random) -> None:
     faults = world.engine.faults
-    match chance.randrange(4):
+    match chance.randrange(5):
         case 0:
             faults.commit_at_write = chance.randrange(4)
+        case 4:
+            faults.flip_bit = True
         case 1:
             faults.stage = SwapError("no memory")
         case 2:

@@ -127,6 +127,7 @@ def test_i3_a_version_that_falls_unasked() -> None:
     assert found(*START, steered(1), labelled(0)) == ["I3"]
     assert found(*START, steered(0), labelled(0)) == []
     assert found(*START, steered(0), steered(None), labelled(0), labelled(1)) == []
+    assert found(*START, replace(labelled(0), mended=True)) == []
     assert found(*START, steered(0), labelled(0), steered(None), labelled(1), labelled(0)) == ["I3"]
     assert found(*START, Stopped(replica=REPLICA), labelled(0, boot=BootId("boot-2"))) == []
 

@@ -182,13 +182,14 @@ async def test_what_spoilt_weights_recomputed_is_computed_again(engine: StampEng
 
 
 async def test_labels_are_told_in_the_pause() -> None:
-    told: list[Version] = []
-    engine = StampEngine(weights_at(0), SPECS, labelled=told.append)
-    staged = await engine.stage(writes_to(weights_at(1)))
-    await engine.commit(staged, Version(1))
-    await engine.undo(staged, Version(0))
+    told: list[tuple[Version, bool]] = []
+    engine = StampEngine(weights_at(0), SPECS, labelled=lambda version, mended: told.append((version, mended)))
+    for spoilt in (False, True):
+        staged = await engine.stage(writes_to(weights_at(1)))
+        await engine.commit(staged, Version(1))
+        await engine.undo(staged, Version(0), spoilt=spoilt)
     await engine.close()
-    assert told == [1, 0]
+    assert told == [(1, False), (0, False), (1, False), (0, True)]
 
 
 def test_a_row_is_a_value() -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -75,12 +75,20 @@ class Exchange:
         self._limits = limits
         self._last: _Commit | None = None
         self._proven: Version | None = None
+        self._taken_back: list[Version] = []
         self._stop = Stop()
         self._memory = asyncio.Lock()
 
+    def doubts(self) -> Callable[[Version], bool]:
+        """What tells, for an answer that begins now, whether tokens of a version may be of other bits than it has.
+
+        So they may until everything that will be looked at has been, and where the version was taken back since.
+        """
+        begin = len(self._taken_back)
+        return lambda version: version in self._unproven or version in self._taken_back[begin:]
+
     @property
-    def unproven(self) -> frozenset[Version]:
-        """Versions that may make tokens now although they have not been looked at yet as far as they will be."""
+    def _unproven(self) -> frozenset[Version]:
         return self.swap.unproven - {self._proven}
 
     def steer(self, target: Version) -> None:
@@ -263,6 +271,7 @@ class Exchange:
             report = await self._or_fail(self._in_time(commit))
             if report is None:
                 self._on(Event.HUNG)
+                self._taken_back.append(version)
                 raise SwapError(
                     f"the commit of version {version} did not end within {self._limits.lease_s:g} s",
                     hint="restart the replica",
@@ -284,6 +293,7 @@ class Exchange:
             self._on(Event.AGREED)
             return self._clock.monotonic() - began
         self._on(Event.DIFFERED)
+        self._taken_back.append(version)
         await self._undo(InFlight.CONTINUE, spoilt=True)
         if wrong is None:
             raise CanaryError(f"version {version} was undone: {off}", hint="look at its canary, then at the engine")

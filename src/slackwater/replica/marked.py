@@ -17,13 +17,13 @@ class MarkedAnswer:
     Args:
         answer: The engine's.
         request: Its name.
-        unproven: Versions whose bits are not compared yet, asked for each token as it is received.
+        doubtful: Whether a version's bits are in doubt, asked for each token as it is received.
     """
 
-    def __init__(self, answer: Answer, request: RequestId, unproven: Callable[[], frozenset[Version]]) -> None:
+    def __init__(self, answer: Answer, request: RequestId, doubtful: Callable[[Version], bool]) -> None:
         self._answer = answer
         self._request = request
-        self._unproven = unproven
+        self._doubtful = doubtful
 
     @property
     def origin(self) -> Origin:
@@ -40,7 +40,7 @@ class MarkedAnswer:
         made = 0
         async for step in self._answer:
             made += 1
-            yield replace(step, provisional=True) if step.version in self._unproven() else step
+            yield replace(step, provisional=True) if self._doubtful(step.version) else step
         if self._answer.finish is Finish.SWAPPED:
             _log.info("a swap ended request %s after %d tokens", self._request, made)
 

@@ -233,8 +233,8 @@ class Replica:
             raise UnavailableError(
                 f"replica {self._options.replica} is {self.state}", hint="ask again, or ask another replica"
             )
-        answer = await self._engine.generate(request)
-        return MarkedAnswer(answer, request.request_id, lambda: exchange.unproven)
+        doubtful = exchange.doubts()
+        return MarkedAnswer(await self._engine.generate(request), request.request_id, doubtful)
 
     def window(self) -> int:
         """See `Completer.window`; UnavailableError before the engine is open."""

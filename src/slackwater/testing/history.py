@@ -10,7 +10,7 @@ The checks, by the numbers that violations carry:
 I1    each token and log-probability is what the labelled weights make of the prompt and the tokens before, with the KV
       that the answer tells of; one that is said to be provisional may be wrong
 I2    no label before its version was committed; none that the request did not admit
-I3    the versions of one boot fall only where an operator asked for an older one
+I3    the versions of one boot fall only where an operator asked for an older one, or a spoilt one was taken back
 I4    a version has one state digest, for all readers, for ever
 I5    each accepted request ends exactly once, and gives no token after its end
 I6    what is reported of the tokens covers exactly the tokens, within what was asked for
@@ -73,6 +73,8 @@ class Labelled:
     boot: BootId
     version: Version
     at: float
+    mended: bool = False
+    """The weights before were not what their label said, and were put back."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -232,9 +234,11 @@ def versions_rise(history: History) -> Iterator[str]:
         match event:
             case Steered(replica=replica, goal=goal):
                 goals.setdefault(replica, []).append(goal)
-            case Labelled(replica=replica, boot=boot, version=version):
+            case Labelled(replica=replica, boot=boot, version=version, mended=mended):
                 before, given = held.get(replica), goals.get(replica, [])
-                if before is not None and before.boot == boot and not _may_follow(before.version, version, given):
+                if before is None or before.boot != boot or mended:
+                    pass
+                elif not _may_follow(before.version, version, given):
                     yield f"{replica} went from version {before.version} to {version}, and nobody asked for it"
                 held[replica], goals[replica] = event, given[-1:]
             case _:

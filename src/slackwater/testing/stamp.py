@@ -134,7 +134,8 @@ class StampBugs:
 class StampEngine(TableEngine):
     """A `TableEngine`, with its faults and gates, whose tokens are what `replayed` says.
 
-    ``bugs`` plants what a checker must find. ``labelled`` is called with each new label, in the pause.
+    ``bugs`` plants what a checker must find. ``labelled`` is called in the pause with each new label, and
+    with whether spoilt weights are taken back.
     """
 
     def __init__(  # each is one knob of a fake
@@ -147,7 +148,7 @@ class StampEngine(TableEngine):
         boot: BootId = BootId("boot-0"),  # noqa: B008  # as above
         slots: int = 4,
         window: int = 4096,
-        labelled: Callable[[Version], None] | None = None,
+        labelled: Callable[[Version, bool], None] | None = None,
     ) -> None:
         super().__init__(weights, specs, version, replica=replica, boot=boot, slots=slots, window=window)
         self.bugs = StampBugs()
@@ -212,7 +213,7 @@ class StampEngine(TableEngine):
         if self.bugs.lose_waiting:
             self._runs = [run for run in self._runs if run.made]
         if self._labelled is not None:
-            self._labelled(version)
+            self._labelled(version, spoilt is not None)
         return super()._flip(staged, version, in_flight, spoilt=spoilt)
 
 
