@@ -173,6 +173,7 @@ def _still_claims(item: Still) -> list[Claim]:
         "pause_p99_ms": _MILLI * tail(item.pauses),
         "undo_p50_ms": _MILLI * statistics.median(item.undos),
         "undo_p99_ms": _MILLI * tail(item.undos),
+        "strict_pause_p50_ms": _MILLI * statistics.median(item.stricts),
         "dense_copy_ms": _MILLI * item.median(DENSE),
         "nan_patch_ms": _MILLI * item.median(NAN),
         "scatter_limit_ms": _MILLI * item.median([LIMIT]),

@@ -19,12 +19,20 @@ import numpy as np
 import swap_peers
 from pairs import Pair
 from slackwater.checkpoint.changes import find_changes
+from slackwater.checkpoint.digest import tile_digest
 from slackwater.checkpoint.tensor import TensorSpec, Tile, TileWrite, tiles
+from slackwater.engine.base import Engine, Proof
 from slackwater.ids import Version
+from slackwater.replica.prepare import Check, first_difference
+from slackwater.replica.race import Stop
 from swap_load import PROMPT, WINDOW, Eviction, StillClock, open_engine, streaming
 from swap_peers import Live, Peer
 
 _FIRST: Final = Version(1)
+_STRICT: Final = 12
+"""Most samples of a strict commit."""
+_THREADS: Final = 2
+"""As a replica has for reading back."""
 _DENSE_SHARE: Final = 8
 """A decoded tile is handed over whole where more than one element in so many changes."""
 
@@ -42,6 +50,8 @@ class Still:
     """Held ready for the commit, undo log included."""
     pauses: tuple[float, ...]
     undos: tuple[float, ...]
+    stricts: tuple[float, ...]
+    """Pauses in which all written tiles are read back and compared as well."""
     peers: Mapping[str, tuple[float, ...]]
     """The same bits written otherwise, in the first of the pauses."""
     nan_made: float
@@ -89,6 +99,8 @@ async def measure(name: str, folder: Path, new_file: Path, pair: Pair, *, beside
         staged = await engine.stage(writes(pair))
         pauses: list[float] = []
         undos: list[float] = []
+        stricts: list[float] = []
+        proof = _proof(engine, pair)
         mixed = 0
 
         def compare() -> None:
@@ -104,6 +116,10 @@ async def measure(name: str, folder: Path, new_file: Path, pair: Pair, *, beside
                 clock.before_pause(evict)
                 undos.append((await engine.undo(staged, next(versions))).pause_s)
                 mixed += not live.holds(pair.old)
+            for _ in range(min(beside, _STRICT)):
+                clock.before_pause(evict)
+                stricts.append((await engine.commit(staged, next(versions), proof=proof)).pause_s)
+                await engine.undo(staged, next(versions))
     finally:
         await engine.close()
     return Still(
@@ -113,12 +129,22 @@ async def measure(name: str, folder: Path, new_file: Path, pair: Pair, *, beside
         staged_bytes=staged.num_bytes,
         pauses=tuple(pauses),
         undos=tuple(undos),
+        stricts=tuple(stricts),
         peers={peer: tuple(found) for peer, found in seconds.items() if found},
         nan_made=nan_made,
         mixed=mixed,
         aborted=streams.aborted,
         false_labels=streams.false_labels,
     )
+
+
+def _proof(engine: Engine, pair: Pair) -> Proof:
+    """What a strict replica has the engine call in its pause."""
+    checks = [
+        Check(name=write.name, tile=write.tile, digest=tile_digest(write.tile.take(pair.new[write.name])))
+        for write in writes(pair)
+    ]
+    return lambda: None if first_difference(engine, checks, _THREADS, Stop()) is None else "a tile"
 
 
 def _timed(peer: Peer, live: Live, pair: Pair, evict: Eviction) -> float:

@@ -22,6 +22,7 @@ def still(found: Sequence[Still], reloads: Sequence[float] = ()) -> Table:
         **{name: [item.peers.get(name, ()) for item in found] for name in found[0].peers},
         "ours: commit": [item.pauses for item in found],
         "ours: undo": [item.undos for item in found],
+        "ours: commit, strict": [item.stricts for item in found],
     }
     for name, seconds in rows.items():
         table.add_row(name, *map(_spread, seconds))
