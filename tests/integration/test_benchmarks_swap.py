@@ -28,7 +28,7 @@ from swap_still import Still
 
 SCALE = swap.Scale(samples=3, beside=2, dense_samples=2, swaps=2)
 STILL = {"pause_p50_ms", "pause_p99_ms", "undo_p50_ms", "undo_p99_ms", "dense_copy_ms", "nan_patch_ms",
-         "scatter_limit_ms", "staged_mb"}  # fmt: skip
+         "scatter_limit_ms", "staged_mb", "strict_pause_p50_ms"}  # fmt: skip
 SERVED = {"to_first_token_ms", "served_pause_ms", "step_ms", "token_gap_ms", "longest_gap_ms"}
 NAMES = {
     *(f"{name}_{what}" for name in ("p019", "p142", "p100") for what in STILL),
@@ -190,8 +190,8 @@ def test_without_vllm_one_line_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("reloads", [(), (1.5, 2.5, 2.0)])
 def test_reloads_are_a_row_of_the_table_where_there_are_any(reloads: tuple[float, ...]) -> None:
-    item = Still(name="p019", share=0.0019, num_bytes=1, staged_bytes=1, pauses=(1.0,), undos=(1.0,), stricts=(), peers={},
-                 nan_made=1.0, mixed=0, aborted=0, false_labels=0)  # fmt: skip
+    item = Still(name="p019", share=0.0019, num_bytes=1, staged_bytes=1, pauses=(1.0,), undos=(1.0,), stricts=(),
+                 peers={}, nan_made=1.0, mixed=0, aborted=0, false_labels=0)  # fmt: skip
     cells = [cell for column in swap_tables.still([item], reloads).columns for cell in column.cells]
     assert ("2000.00 (1500.00 to 2500.00), 3" in cells) == bool(reloads)
 
