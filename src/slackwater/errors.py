@@ -4,6 +4,7 @@
 
     SlackwaterError
       InvalidInputError    the caller's fault: change the request                     (also ValueError)
+        ContextLengthError   the prompt leaves no room in the model's window
       AuthError            no key, or a key without this right
       NotFoundError        no such bucket, snapshot, object, replica or model          (also LookupError)
       ConflictError        someone else moved first, or the states do not fit: read again, plan again
@@ -56,6 +57,12 @@ class InvalidInputError(SlackwaterError, ValueError):
     """The caller's fault: change the request."""
 
     kind = "invalid_input"
+
+
+class ContextLengthError(InvalidInputError):
+    """The prompt leaves no room in the model's window: shorten it."""
+
+    kind = "context_length_exceeded"
 
 
 class AuthError(SlackwaterError):

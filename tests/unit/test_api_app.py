@@ -138,10 +138,19 @@ async def test_a5_09_a_prompt_that_cannot_fit_is_never_encoded(
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": huge}]}),
     ):
         status, reply = await post(session, path, body)
-        assert (status, reply["error"]["code"]) == (400, "invalid_input")
+        assert (status, reply["error"]["code"]) == (400, "context_length_exceeded")
         assert "256 tokens, the window" in reply["error"]["message"]
         status, _ = await post(session, path, {**body, "model": "another"})
         assert status == 404
+
+
+async def test_a5_09_the_window_cuts_an_answer_and_refuses_a_prompt(session: aiohttp.ClientSession) -> None:
+    fits, full = list(range(1, 245)), list(range(1, 258))
+    status, reply = await post(session, "/v1/completions", {"prompt": fits, "max_tokens": 400, "return_token_ids": True})
+    choice = reply["choices"][0]
+    assert (status, len(choice["token_ids"]), choice["finish_reason"]) == (200, 256 - 244, "length")
+    status, reply = await post(session, "/v1/completions", {"prompt": full[:256]})
+    assert (status, reply["error"]["code"]) == (400, "context_length_exceeded")
 
 
 @pytest.mark.parametrize("limits", [{"stop": "e"}, {"stop_token_ids": [40, 41, 42, 43]}, {"max_tokens": 12}], ids=str)

@@ -18,6 +18,7 @@ TREE = {
     "OverloadedError": ("UnavailableError", "overloaded"),
     "PolicyUnmetError": ("ConflictError", "policy_unmet"),
     "ReplicaLostError": ("UnavailableError", "replica_lost"),
+    "ContextLengthError": ("InvalidInputError", "context_length_exceeded"),
     "SwapError": ("SlackwaterError", "swap"),
     "CanaryError": ("SwapError", "canary"),
     "UnavailableError": ("SlackwaterError", "unavailable"),

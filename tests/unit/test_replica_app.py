@@ -68,7 +68,8 @@ async def test_a_target_is_taken_twice_and_reached_once(rig: Rig, client: Client
 @pytest.mark.parametrize(
     "body",
     [b"", b"[]", b'{"version": -1}', b'{"version": "tail"}', b'{"version": 1.5}', b'{"version": true}',
-     b'{"version": 99999999999999999999}', b'{"version": 1, "x": 2}', b'{"snapshot": "../x"}', b"\xff"],
+     b'{"version": 99999999999999999999}', b'{"version": 1, "x": 2}', b'{"version": 0, "in_flight": "kill"}',
+     b'{"version": 0, "in_flight": 1}', b'{"version": 0, "in_flight": ""}', b'{"snapshot": "../x"}', b"\xff"],
 )  # fmt: skip
 async def test_a8_04_a_target_that_is_none_is_a_bad_request(rig: Rig, client: Client, body: bytes) -> None:
     await rig.start()
@@ -108,3 +109,19 @@ async def test_weights_are_digested_from_memory_and_a_roll_back_answers_when_it_
     assert (back["version"], back["mode"]) == (0, "manual")
     again = await client.post("/control/v1/rollback", headers=CONTROL)
     assert again.status == 409
+
+
+async def test_a_target_names_what_becomes_of_answers_in_flight(rig: Rig, client: Client) -> None:
+    await rig.start()
+    reply = await client.post("/control/v1/target", {"version": 0, "in_flight": "drain"}, headers=CONTROL)
+    assert reply.json()["swap_mode"] == "drain"
+    reply = await client.post("/control/v1/target", {"version": 0}, headers=CONTROL)
+    assert reply.json()["swap_mode"] == "continue"
+
+
+async def test_a2_05_no_call_claims_to_have_reset_a_cache(rig: Rig, client: Client) -> None:
+    """A swap switches the namespace by itself; what other engines call a reset is no call here, never a success."""
+    await rig.start()
+    for path in ("/reset_prefix_cache", "/flush_cache", "/control/v1/reset", "/control/v1/flush"):
+        for method in ("GET", "POST"):
+            assert (await client.call(method, path, headers=CONTROL)).status == 404

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from slackwater.api.schema import ChatBody, Sampled, TextBody
-from slackwater.errors import InvalidInputError, NotFoundError
+from slackwater.errors import ContextLengthError, InvalidInputError, NotFoundError
 from slackwater.ids import RequestId, Version
 from slackwater.rollout.request import (
     ANY_POLICY,
@@ -98,11 +98,12 @@ def requests(
         model: Name of the served model.
 
     Raises:
-        InvalidInputError: A bound is exceeded, or nothing of the window is left.
+        ContextLengthError: Nothing of the window is left.
+        InvalidInputError: A bound is exceeded.
     """
     left = window - len(prompt_ids)
     if left < 1:
-        raise InvalidInputError(
+        raise ContextLengthError(
             f"the prompt has {len(prompt_ids)} tokens and the window {window}", hint="shorten the prompt"
         )
     forced = body.forced_token_ids or ()

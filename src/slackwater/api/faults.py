@@ -13,6 +13,7 @@ from slackwater.errors import CorruptError, InternalError, PolicyUnmetError, Sla
 STATUS: Final = MappingProxyType(
     {
         "invalid_input": HTTPStatus.BAD_REQUEST,
+        "context_length_exceeded": HTTPStatus.BAD_REQUEST,
         "unsupported": HTTPStatus.BAD_REQUEST,
         "auth": HTTPStatus.UNAUTHORIZED,
         "not_found": HTTPStatus.NOT_FOUND,

@@ -9,7 +9,7 @@ import jinja2
 from transformers import AutoTokenizer
 
 from slackwater.api.text import TextStream, TokenTable, byte_level_table, sentencepiece_table
-from slackwater.errors import InvalidInputError, NotFoundError, UnsupportedError
+from slackwater.errors import ContextLengthError, InvalidInputError, NotFoundError, UnsupportedError
 
 
 class ChatTokenizer:
@@ -84,7 +84,7 @@ class ChatTokenizer:
         # Encoding holds the interpreter's lock: megabytes that can't fit would stop the whole process for seconds.
         size = len(text.encode())
         if size > window * self._longest:
-            raise InvalidInputError(
+            raise ContextLengthError(
                 f"the prompt has {size} bytes, more than {window} tokens, the window, can hold",
                 hint="shorten the prompt",
             )

@@ -115,8 +115,9 @@ class Engine(TileReader, Protocol):
             ahead: Before all that wait: for the replica's own checks.
 
         Raises:
-            InvalidInputError: Prompt plus one token exceeds the window, or a token id is outside the vocabulary.
-                ``max_tokens`` past the window is cut to it; the answer then ends with ``Finish.LENGTH``.
+            ContextLengthError: Prompt plus one token exceeds the window. ``max_tokens`` past the window is cut to it;
+                the answer then ends with ``Finish.LENGTH``.
+            InvalidInputError: A token id is outside the vocabulary.
             UnavailableError: The engine is closed or its loop died.
         """
         ...

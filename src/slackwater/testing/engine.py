@@ -21,6 +21,7 @@ from slackwater.checkpoint.tensor import Bits, TensorSpec, Tile, TileWrite
 from slackwater.config.in_flight import InFlight
 from slackwater.engine.base import CommitReport, EngineDescription, EngineStats, Proof, Staged
 from slackwater.errors import (
+    ContextLengthError,
     InvalidInputError,
     NotFoundError,
     PolicyUnmetError,
@@ -197,7 +198,7 @@ class TableEngine:
         self._check_open()
         room = self._window - len(request.prompt_ids)
         if room < 1:
-            raise InvalidInputError(f"the prompt has {len(request.prompt_ids)} tokens, the window {self._window}")
+            raise ContextLengthError(f"the prompt has {len(request.prompt_ids)} tokens, the window {self._window}")
         if any(not 0 <= token < VOCAB_SIZE for token in (*request.prompt_ids, *request.forced_ids)):
             raise InvalidInputError(f"a token id is outside the vocabulary of {VOCAB_SIZE}")
         seed = next(self._seeds) if request.sampling.seed is None else request.sampling.seed

@@ -18,7 +18,7 @@ from slackwater.engine.torch.sampler import Drawn, sample
 from slackwater.engine.torch.sequence import Began, Ended, Event, Failed, Made
 from slackwater.engine.torch.sequence import Sequence as Row
 from slackwater.engine.torch.slots import CHUNK, KV_STEP, SlotStore
-from slackwater.errors import CorruptError, InvalidInputError, PolicyUnmetError, UnavailableError
+from slackwater.errors import ContextLengthError, CorruptError, InvalidInputError, PolicyUnmetError, UnavailableError
 from slackwater.ids import Version
 from slackwater.rollout.evidence import Finish, grown
 from slackwater.rollout.request import CompletionRequest
@@ -76,11 +76,12 @@ class Core:
         """Refuse what can't be answered. Any thread.
 
         Raises:
-            InvalidInputError: The prompt fills the window, or a token id is outside of the vocabulary.
+            ContextLengthError: The prompt fills the window.
+            InvalidInputError: A token id is outside of the vocabulary.
         """
         length = len(request.prompt_ids)
         if length >= self._window:
-            raise InvalidInputError(
+            raise ContextLengthError(
                 f"the prompt's {length} tokens leave no room in the window of {self._window}",
                 hint="send a shorter prompt",
             )
