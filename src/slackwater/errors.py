@@ -17,6 +17,7 @@
         OverloadedError    no capacity now: shed
       SwapError            a swap failed: the old version serves on
         CanaryError        a version's canary was answered otherwise than its manifest expects
+      SpoiltError          an engine's memory isn't what it was given: restart it
       UnsupportedError     this engine, store or model cannot do that
       InternalError        ours: please report
 
@@ -152,6 +153,12 @@ class CanaryError(SwapError):
     """The engine answered a version's canary otherwise than its manifest expects: the swap was undone."""
 
     kind = "canary"
+
+
+class SpoiltError(SlackwaterError):
+    """An engine holds other bits than it was given, and no swap wrote them: restart it. Answers may have been wrong."""
+
+    kind = "spoilt"
 
 
 class UnsupportedError(SlackwaterError):

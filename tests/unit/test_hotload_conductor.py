@@ -147,7 +147,7 @@ async def test_cancelling_tells_those_under_way_to_stay(fleet: Fleet) -> None:
     await fleet.polls()
     cancelled = await fleet.conductor.cancel(operation.id)
     assert cancelled.state is OperationState.CANCELLED
-    assert [target.goals[-1] for target in fleet.targets] == [7, 0, 0]
+    assert [target.goals[-1] for target in fleet.targets] == [7, "stay", "stay"]
     with pytest.raises(ConflictError, match="has ended"):
         await fleet.conductor.cancel(operation.id)
     with pytest.raises(NotFoundError):

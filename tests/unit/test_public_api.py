@@ -19,6 +19,7 @@ TREE = {
     "PolicyUnmetError": ("ConflictError", "policy_unmet"),
     "ReplicaLostError": ("UnavailableError", "replica_lost"),
     "ContextLengthError": ("InvalidInputError", "context_length_exceeded"),
+    "SpoiltError": ("SlackwaterError", "spoilt"),
     "SwapError": ("SlackwaterError", "swap"),
     "CanaryError": ("SwapError", "canary"),
     "UnavailableError": ("SlackwaterError", "unavailable"),

@@ -184,7 +184,7 @@ async def test_a_bucket_that_stops_answering_costs_only_what_it_does_not_give(ri
     assert ways(rig) == [(0, 3, 3), (3, 4, 1)]
 
 
-async def test_memory_that_a_later_delta_does_not_fit_is_left_through_an_anchor(rig: Rig) -> None:
+async def test_memory_that_a_later_delta_does_not_fit_retires_the_replica_at_once(rig: Rig) -> None:
     states = [weights_at(0)]
     for by, name in enumerate(SPECS, 1):
         states.append(altered(states[-1], name, by))
@@ -194,11 +194,10 @@ async def test_memory_that_a_later_delta_does_not_fit_is_left_through_an_anchor(
         rig.publish(weights=state)
     rig.engine.poke("b.weight", 60)
     await rig.replica.set_target(Version(3))
-    await until(lambda: rig.replica.status().version == 3)
-    await rig.replica.settled()
-    kinds = [(swap.version, swap.kind, swap.deltas) for swap in rig.replica.status().swaps]
-    assert kinds == [(1, "delta", 1), (0, "anchor", 0), (3, "delta", 3)]
-    assert rig.holds(3)
+    status = await rig.replica.settled()
+    assert (status.state, status.version, status.swaps) == (State.RETIRED, 0, ())
+    assert status.last_error is not None
+    assert status.last_error.kind == "spoilt"
 
 
 async def test_a_swap_that_the_engine_could_not_take_is_tried_in_single_steps(rig: Rig) -> None:

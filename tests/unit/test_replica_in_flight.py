@@ -226,15 +226,102 @@ async def test_a1_05_a_canary_that_is_off_undoes_the_swap_once(opened: OpenRig) 
     assert rig.holds(2)
 
 
-@pytest.mark.parametrize("tokens", [(5, 6), (4999, 5000)], ids=["no answer in time", "ids that the model lacks"])
-async def test_a_canary_that_cannot_be_answered_undoes_the_swap(opened: OpenRig, tokens: tuple[int, ...]) -> None:
-    rig = await opened(limits=ExchangeLimits(canary_s=20.0, threads=1)).start()
-    rig.engine.hold()
-    rig.publish(canary=Canary(prompt=tokens, tokens=(1,), logprobs=(-1.5,)))
-    await rig.clock.advance(0.2)
-    await rig.turn_until(lambda: rig.replica.status().last_error is not None)
-    status = rig.replica.status()
+async def test_a_canary_of_ids_that_the_model_lacks_undoes_the_swap(opened: OpenRig) -> None:
+    rig = await opened().start()
+    rig.publish(canary=Canary(prompt=(4999, 5000), tokens=(1,), logprobs=(-1.5,)))
+    status = await rig.follow()
     assert (status.version, status.last_error and status.last_error.kind) == (0, "canary")
+
+
+async def test_a_canary_that_waits_for_a_slot_undoes_nothing_and_is_warned_of(
+    opened: OpenRig, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = await opened(limits=ExchangeLimits(canary_s=20.0, threads=1)).start()
+    busy = [await begun(rig, tokens=9, name=f"busy {number}") for number in range(4)]
+    rig.publish(canary=await canary_of(1))
+    await rig.clock.advance(0.2)
+    await until(lambda: rig.engine.stats().waiting == 1)
+    for _ in range(5):
+        await rig.clock.advance(20.0)
+    await until(lambda: "the canary of version 1 still waits" in caplog.text)
+    assert (rig.replica.status().version, rig.replica.status().provisional) == (1, True)
+    rig.engine.release()
+    assert {(await whole(answer)).finish for answer in busy} == {Finish.LENGTH}
+    await until(lambda: not rig.replica.status().provisional)
+    assert rig.replica.status().last_error is None
+
+
+@pytest.mark.parametrize(("first", "then"), [("continue", "abort"), ("abort", "continue"), ("drain", "abort"),
+                                             ("continue", "drain"), ("drain", "continue")])  # fmt: skip
+async def test_the_newest_word_about_answers_in_flight_holds_until_the_commit(
+    opened: OpenRig, first: str, then: str
+) -> None:
+    rig = await opened().start()
+    answer = await begun(rig)
+    rig.publish()
+    rig.source.hold()
+    await rig.replica.set_target(Version(1), InFlight(first))
+    await until(rig.source.fetching.is_set)
+    if first == "drain":
+        rig.source.go.set()
+        await until(lambda: rig.replica.status().stage is Stage.DRAINING)
+    await rig.replica.set_target(Version(1), InFlight(then))
+    rig.source.go.set()
+    if then == "drain":
+        await until(lambda: rig.replica.status().stage is Stage.DRAINING)
+        rig.engine.release()
+    await until(lambda: rig.replica.status().version == 1)
+    rig.engine.release()
+    done = await whole(answer)
+    await until(lambda: bool(rig.replica.status().swaps))
+    assert rig.replica.status().swaps[-1].mode is InFlight(then)
+    assert done.finish is (Finish.SWAPPED if then == "abort" else Finish.LENGTH)
+    assert {step.version for step in done.steps} == ({0, 1} if then == "continue" else {0})
+
+
+async def test_stay_keeps_what_is_in_place_and_what_is_being_committed(opened: OpenRig) -> None:
+    rig = await opened().start(versions=2)
+    rig.publish()
+    rig.source.hold()
+    await rig.replica.set_target("head")
+    await until(rig.source.fetching.is_set)
+    status = await rig.replica.set_target("stay")
+    rig.source.go.set()
+    assert (status.target, status.mode.value) == (1, "manual")
+    await until(lambda: rig.replica.status().stage is Stage.IDLE)
+    rig.engine.faults.stall = True
+    await rig.replica.set_target(Version(2))
+    await until(lambda: rig.replica.status().stage is Stage.COMMITTING)
+    assert (await rig.replica.set_target("stay")).target == 2
+    rig.engine.faults.stall = False
+    rig.engine.release()
+    await until(lambda: rig.replica.status().version == 2)
+    assert (await rig.replica.settled()).version == 2
+
+
+async def test_a_start_leaves_out_a_head_whose_canary_is_off_and_goes_on_with_the_next(opened: OpenRig) -> None:
+    rig = opened()
+    rig.publish(3)
+    rig.publish(canary=await canary_of(0))
+    await rig.replica.start()
+    assert (rig.replica.state, rig.replica.status().version, rig.replica.status().head) == (State.SERVING, 2, 3)
+    commits = rig.engine.commits
+    await rig.clock.advance(100.0)
+    assert rig.engine.commits == commits
+    rig.publish()
+    await rig.turn_until(lambda: rig.replica.status().version == 4)
+    assert rig.holds(4)
+
+
+async def test_a_start_leaves_out_an_anchor_whose_canary_is_off(opened: OpenRig) -> None:
+    rig = opened()
+    rig.publish(2)
+    rig.publish(anchor=True, canary=await canary_of(0))
+    rig.publish()
+    starting = asyncio.ensure_future(rig.replica.start())
+    await rig.turn_until(starting.done)
+    assert (rig.replica.state, rig.replica.status().version) == (State.SERVING, 1)
+    assert rig.opened_at == [2, 0]
 
 
 async def test_an_anchor_whose_canary_is_off_is_not_served_at_the_start(opened: OpenRig) -> None:
@@ -251,13 +338,12 @@ async def test_an_anchor_whose_canary_is_off_is_not_served_at_the_start(opened: 
 
 async def test_a_newer_version_frees_a_start_from_one_whose_canary_is_off(opened: OpenRig) -> None:
     rig = opened()
-    rig.publish()
     rig.publish(canary=await canary_of(2))
     starting = asyncio.ensure_future(rig.replica.start())
     await until(lambda: rig.replica.status().last_error is not None)
-    rig.publish()
+    rig.publish(anchor=True, canary=await canary_of(1))
     await rig.turn_until(starting.done)
-    assert (rig.replica.state, rig.replica.status().version) == (State.SERVING, 2)
+    assert (rig.replica.state, rig.replica.status().version) == (State.SERVING, 1)
 
 
 async def test_memory_that_changes_by_itself_retires_the_replica(opened: OpenRig) -> None:

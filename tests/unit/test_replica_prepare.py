@@ -8,7 +8,6 @@ import pytest
 from replica_rig import RUN, SPECS, BitsSource, Rig, weights_at
 
 from slackwater.checkpoint.codec import Level
-from slackwater.checkpoint.digest import tile_digest
 from slackwater.checkpoint.manifest import BodyEntry, Manifest
 from slackwater.checkpoint.outline import Outline
 from slackwater.checkpoint.shards import cut_shards
@@ -130,30 +129,30 @@ def test_a_body_that_is_not_the_manifests_is_corrupt(rig: Rig) -> None:
 def test_a_raised_stop_ends_the_work_without_a_result(rig: Rig) -> None:
     assert prepared(rig, engine_at(0), 1, _raised()) is None
     folder = rig.fetcher.anchor(manifest(rig, 0))
-    assert prepare_anchor(engine_at(1), table(rig, 0), folder, 1, _raised()) is None
+    assert prepare_anchor(engine_at(1), table(rig, 1), table(rig, 0), folder, 1, _raised()) is None
 
 
 def test_an_anchor_is_written_only_where_the_engine_differs(rig: Rig) -> None:
     anchor, engine = table(rig, 0), engine_at(0)
     folder = rig.fetcher.anchor(manifest(rig, 0))
-    untouched = prepare_anchor(engine, anchor, folder, 1, Stop())
-    engine.poke("c.bias", 4)
-    wrong = tile_digest(engine.weights["c.bias"])
-    repaired = prepare_anchor(engine, anchor, folder, 1, Stop())
+    untouched = prepare_anchor(engine, anchor, anchor, folder, 1, Stop())
     assert untouched is not None
     assert untouched.writes == ()
-    assert repaired is not None
-    assert [(write.name, write.positions) for write in repaired.writes] == [("c.bias", None)]
-    assert np.array_equal(repaired.writes[0].values, weights_at(0)["c.bias"])
-    assert [check.digest for check in repaired.before] == [wrong]
-    assert [check.digest for check in repaired.after] == [int(anchor.tiles[2])]
+    back = prepare_anchor(engine_at(1), table(rig, 1), anchor, folder, 1, Stop())
+    assert back is not None
+    assert [check.digest for check in back.before] == table(rig, 1).tiles.tolist()
+    assert [check.digest for check in back.after] == anchor.tiles.tolist()
+    engine.poke("c.bias", 4)
+    with pytest.raises(WrongBaseError, match=r"c\.bias, tile 0"):
+        prepare_anchor(engine, anchor, anchor, folder, 1, Stop())
 
 
 def test_a_folder_that_is_not_the_anchor_is_corrupt(rig: Rig) -> None:
     rig.publish(anchor=True)
     other = rig.fetcher.anchor(manifest(rig, 3))
+    held = StateTable.of_anchor(manifest(rig, 3))
     with pytest.raises(CorruptError, match="is not the anchor's"):
-        prepare_anchor(engine_at(3), table(rig, 0), other, 1, Stop())
+        prepare_anchor(engine_at(3), held, table(rig, 0), other, 1, Stop())
 
 
 def test_a1_16_an_unknown_tensor_is_refused_by_name(rig: Rig) -> None:
@@ -195,7 +194,7 @@ async def test_a1_13_an_engine_that_holds_more_than_the_anchor_is_closed(rig: Ri
         return engine
 
     with pytest.raises(ConflictError, match=r"version 0 of 'demo' lacks tensor 'zz\.bias'"):
-        await boot(rig.source, Route(rig.source), Version(0), open_more, rig.clock, ExchangeLimits(threads=1))
+        await boot(rig.source, Route(rig.source), manifest(rig, 0), open_more, rig.clock, ExchangeLimits(threads=1))
     assert rig.engine.closed
 
 
@@ -326,14 +325,14 @@ async def test_deltas_of_cut_tiles_are_put_together_and_undone_together(tmp_path
     await engine.close()
 
 
-async def test_an_anchor_of_cut_tiles_repairs_the_tile_that_differs(tmp_path: Path) -> None:
+async def test_an_anchor_of_cut_tiles_writes_the_tile_that_differs(tmp_path: Path) -> None:
     lineage = Lineage(tmp_path, WIDE, "fast")
     bits = np.arange(WIDE.num_elements, dtype=np.uint32).astype(np.uint16)
     anchor = lineage.publish(bits)
     engine = lineage.engine(bits)
     engine.poke(WIDE.name, 3 * COLUMNS + COLUMNS - 1)
     folder = lineage.fetcher.anchor(anchor)
-    made = prepare_anchor(engine, StateTable.of_anchor(anchor), folder, 2, Stop())
+    made = prepare_anchor(engine, read_state(engine), StateTable.of_anchor(anchor), folder, 2, Stop())
     assert made is not None
     assert [(write.tile.index, write.tile.rows) for write in made.writes] == [(15, 64)]
     await engine.commit(await engine.stage(made.writes), Version(1))
@@ -375,7 +374,7 @@ def test_an_anchor_of_several_shards_boots_from_one_folder(tmp_path: Path, monke
     assert len({tensor.object for tensor in anchor.tensors}) == 2
     folder = rig.fetcher.anchor(anchor)
     assert len(list(folder.glob("*.safetensors"))) == 2
-    made = prepare_anchor(engine_at(2), table(rig, 0), folder, 2, Stop())
+    made = prepare_anchor(engine_at(2), read_state(engine_at(2)), table(rig, 0), folder, 2, Stop())
     assert made is not None
     held = weights_at(2)
     for write in made.writes:

@@ -187,15 +187,20 @@ async def test_a1_09_an_anchor_leads_around_a_broken_version(rig: Rig) -> None:
     assert rig.holds(4)
 
 
-async def test_a_memory_that_no_delta_fits_is_left_through_an_anchor(rig: Rig) -> None:
+@pytest.mark.parametrize("anchor", [False, True])
+async def test_a_memory_that_has_changed_by_itself_retires_the_replica_and_is_never_mended_in_silence(
+    rig: Rig, anchor: bool
+) -> None:
     await rig.start(versions=3)
+    answer = await rig.replica.complete(request(4000))
+    rig.engine.hold()
     rig.engine.poke("a.weight", 5)
-    rig.publish()
-    await rig.follow()
-    await until(lambda: rig.replica.status().swaps[-1].version == 3)
-    kinds = [(swap.version, swap.kind, swap.deltas) for swap in rig.replica.status().swaps][-2:]
-    assert kinds == [(0, "anchor", 0), (3, "delta", 3)]
-    assert rig.holds(3)
+    rig.publish(anchor=anchor)
+    status = await rig.follow()
+    assert (status.state, status.version, status.stage) == (State.RETIRED, 2, Stage.RETIRED)
+    assert status.last_error is not None
+    assert (status.last_error.kind, "a.weight" in status.last_error.message) == ("spoilt", True)
+    await until(lambda: answer.finish is Finish.ABORT)
 
 
 @pytest.mark.parametrize("write", [0, 1, 2, 3])
@@ -254,7 +259,7 @@ async def test_a1_08a_a_bit_flipped_while_applying_is_found_and_undone(rig: Rig)
     status = await rig.replica.settled()
     assert (status.state, status.version, status.provisional) == (State.SERVING, 0, False)
     assert status.last_error is not None
-    assert status.last_error.kind == "corrupt"
+    assert status.last_error.kind == "swap"
     assert "a.weight" in status.last_error.message
     assert rig.holds(0)
     assert await rig.replica.weights_digest() == (0, rig.fetcher.manifest(Version(0)).state)

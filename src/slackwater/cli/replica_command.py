@@ -15,6 +15,7 @@ from slackwater.config.process import ReplicaSettings, SwapSettings
 from slackwater.ids import ReplicaId, run_id
 from slackwater.telemetry import log
 
+_DAY = 86_400.0
 _MODES = tuple(mode.value for mode in InFlight)
 
 
@@ -36,11 +37,18 @@ def replica(  # one option each
     strict: Annotated[
         bool, typer.Option("--strict", help="Compare all bits of a swap in its pause, before the version serves.")
     ] = False,
-    lease: Annotated[float, typer.Option(min=1, help="Seconds in which the engine must stage, commit or undo.")] = 30.0,
-    drain: Annotated[float, typer.Option(min=0, help="Seconds that --in-flight drain waits for answers.")] = 120.0,
-    canary: Annotated[float, typer.Option(min=1, help="Seconds in which a canary must be answered.")] = 60.0,
+    lease: Annotated[
+        float, typer.Option(min=1, max=_DAY, help="Seconds in which the engine must stage, commit or undo.")
+    ] = 30.0,
+    drain: Annotated[
+        float, typer.Option(min=0, max=_DAY, help="Seconds that --in-flight drain waits for answers.")
+    ] = 120.0,
+    canary_patience: Annotated[
+        float, typer.Option(min=1, max=_DAY, help="Seconds after which a canary that waits for a slot is warned of.")
+    ] = 60.0,
     scrub: Annotated[
-        float, typer.Option(min=0, help="Seconds in which all weights are compared again, over and over; 0: never.")
+        float,
+        typer.Option(min=0, max=_DAY, help="Seconds in which all weights are compared again, over and over; 0: never."),
     ] = 600.0,
     max_deltas: Annotated[int, typer.Option(min=1, help="Deltas that one swap takes at most.")] = 32,
     trust: Trust = None,
@@ -54,7 +62,7 @@ def replica(  # one option each
         strict=strict,
         lease_s=lease,
         drain_s=drain,
-        canary_s=canary,
+        canary_s=canary_patience,
         scrub_s=scrub,
         max_deltas=max_deltas,
     )

@@ -24,7 +24,7 @@ class SwapSettings:
     drain_s: float = 120.0
     """Seconds for answers to end by themselves in the mode ``drain``."""
     canary_s: float = 60.0
-    """Seconds in which a version's canary must be answered."""
+    """Seconds after which a canary that waits for a slot is warned of."""
     scrub_s: float = 600.0
     """Seconds in which all weights that serve are compared once again; 0: never."""
     max_deltas: int = 32

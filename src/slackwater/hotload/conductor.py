@@ -273,7 +273,7 @@ class Conductor:
             operation = self.get(operation_id)
             if not operation.order.standing:
                 left = [part for part in operation.replicas if not part.settled and part.replica in operation.told]
-                await asyncio.gather(*(self._roll.hold(part.replica, part.version) for part in left))
+                await self._roll.hold(part.replica for part in left)
             await self._book.written()
             return operation
 
@@ -395,11 +395,12 @@ class Conductor:
         loaded = {name for each in staying if not each.order.standing for name in each.names}
         heard = [member.status for member in await self._roll.some(names)]
         following = [status for status in heard if status is not None and status.mode == "follow"]
-        await asyncio.gather(*(self._roll.hold(s.replica, s.version) for s in following if s.replica in loaded))
+        followers = {status.replica for status in following}
+        held = await self._roll.hold(followers & loaded | followers - busy)
         found: dict[Version, list[ReplicaId]] = {}
-        for status in following:
-            if status.version is not None and status.replica not in busy:
-                found.setdefault(status.version, []).append(status.replica)
+        for status in held:
+            if status.target is not None and status.replica not in busy:
+                found.setdefault(status.target, []).append(status.replica)
         orders = [Order(run=self.run, version=version, replicas=tuple(each)) for version, each in found.items()]
         return tuple(self._made(order, order.replicas or ()) for order in orders)
 

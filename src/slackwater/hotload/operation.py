@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Final
 
 from slackwater.config.in_flight import InFlight
-from slackwater.errors import ConflictError
+from slackwater.errors import CanaryError, ConflictError
 from slackwater.hotload.rollout import Canary, Phase, told_in
 from slackwater.hotload.target import Goal, SwapTimings, TargetError, TargetStatus
 from slackwater.ids import ReplicaId, RunId, Version
@@ -220,8 +220,13 @@ def obeys(order: Order, status: TargetStatus) -> bool:
         return False
     if order.version is None:
         return status.mode == "follow"
-    gave_up = status.waiting and order.standing
+    gave_up = status.waiting and order.standing and not _costly(status)
     return status.mode == "manual" and status.target == order.version and not gave_up
+
+
+def _costly(status: TargetStatus) -> bool:
+    """Whether trying again would cost answers in flight: a canary that was off will be again."""
+    return status.last_error is not None and status.last_error.kind == CanaryError.kind
 
 
 def news(before: ReplicaProgress, seen: ReplicaProgress, now: float) -> ReplicaProgress:
@@ -233,7 +238,7 @@ def news(before: ReplicaProgress, seen: ReplicaProgress, now: float) -> ReplicaP
         boot_id=seen.boot_id or before.boot_id,
         told_at=now if heard and before.told_at is None else before.told_at,
         settled_at=_settled_at(before, seen, now),
-        timings=None if before.stage is ReplicaStage.PENDING else seen.timings,
+        timings=None if before.told_at is None else seen.timings,
     )
 
 

@@ -74,12 +74,13 @@ class Roll:
         behind, behind_s = (None, None) if lag is None else (lag.behind, lag.behind_s)
         return FleetMember(replica=name, status=status, error=None, behind=behind, behind_s=behind_s)
 
-    async def hold(self, name: ReplicaId, version: Version | None) -> None:
-        """Tell one replica to stay at ``version``; one that can't be told is a warning."""
-        if version is None or name not in self._targets:
-            return
-        if (member := await self.ask(name, version)).error is not None:
-            _log.warning("replica %s could not be told to stay: %s", name, member.error.message)
+    async def hold(self, names: Iterable[ReplicaId]) -> tuple[TargetStatus, ...]:
+        """Tell replicas to stay where they are; one that can't be told is a warning. What the others say."""
+        held = await self.some(names, "stay")
+        for member in held:
+            if member.error is not None:
+                _log.warning("replica %s could not be told to stay: %s", member.replica, member.error.message)
+        return tuple(member.status for member in held if member.status is not None)
 
     def saw_head(self, version: Version) -> None:
         """Note that ``version`` is committed."""

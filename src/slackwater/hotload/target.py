@@ -7,8 +7,8 @@ import msgspec
 from slackwater.config.in_flight import InFlight
 from slackwater.ids import ReplicaId, RunId, StateDigest, Version
 
-Goal = Version | Literal["head"]
-"""A version, or whatever is newest."""
+Goal = Version | Literal["head", "stay"]
+"""A version; whatever is newest; or the one in place, so that what is under way ends unless it is being committed."""
 
 
 class TargetError(msgspec.Struct, frozen=True, kw_only=True):

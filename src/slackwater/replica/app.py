@@ -21,7 +21,7 @@ from slackwater.replica.status import State
 class TargetBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Body of ``POST /control/v1/target``."""
 
-    version: Annotated[int, msgspec.Meta(ge=0, lt=10**12)] | Literal["head"]
+    version: Annotated[int, msgspec.Meta(ge=0, lt=10**12)] | Literal["head", "stay"]
     in_flight: InFlight | None = None
     """What swaps do with answers in flight; None: the replica's own mode."""
 
@@ -85,5 +85,5 @@ def _read_target(body: bytes) -> TargetBody:
         return msgspec.json.decode(body, type=TargetBody)
     except (msgspec.MsgspecError, UnicodeError) as error:
         raise InvalidInputError(
-            f"the target can't be read: {error}", hint='send {"version": 7} or {"version": "head"}'
+            f"the target can't be read: {error}", hint='send {"version": 7}, or "head" or "stay" as the version'
         ) from error

@@ -14,7 +14,7 @@ from slackwater.clock import Clock
 from slackwater.engine.base import Engine
 from slackwater.errors import CanaryError, CorruptError, NotFoundError
 from slackwater.ids import ObjectDigest, Version
-from slackwater.replica.canary import canary_off
+from slackwater.replica.canary import HINT, canary_off
 from slackwater.replica.limits import ExchangeLimits
 from slackwater.replica.prepare import all_tiles, check_tensors, first_difference
 from slackwater.replica.race import Stop, joined
@@ -65,20 +65,18 @@ def check_committed(target: Version, head: Version) -> Version:
 async def boot(
     source: VersionSource,
     route: Route,
-    target: Version,
+    manifest: Manifest,
     open_engine: OpenEngine,
     clock: Clock,
     limits: ExchangeLimits,
 ) -> Booted:
-    """Open an engine on the newest good anchor that leads to ``target``.
+    """Open an engine on an anchor, to which ``route`` leads.
 
     Raises:
-        NotFoundError: No anchor leads there.
         ConflictError: The engine doesn't hold the anchor's tensors.
         CorruptError: The anchor doesn't verify, or the engine doesn't hold its bits.
         CanaryError: The engine doesn't compute with it as its trainer does.
     """
-    (manifest,) = await asyncio.to_thread(route.next, None, target)
     try:
         folder = await asyncio.to_thread(source.anchor, manifest)
     except CorruptError as error:
@@ -92,7 +90,9 @@ async def boot(
         check_tensors(engine.tensors(), manifest)
         table = StateTable.of_anchor(manifest)
         await _prove(engine, table, manifest, limits.threads)
-        await _ask(engine, manifest, clock, limits.canary_s)
+        off = await canary_off(engine, manifest, clock, limits.canary_s)
+        if off is not None:
+            raise CanaryError(f"anchor {manifest.version}: {off}", hint=HINT)
         undo.pop_all()
     return Booted(
         engine=engine,
@@ -110,11 +110,3 @@ async def _prove(engine: Engine, table: StateTable, manifest: Manifest, threads:
             f"the engine does not hold {wrong.name}, tile {wrong.tile.index}, of anchor {manifest.version}",
             hint="load the checkpoint's own dtype; else delete the replica's cache folder and start again",
         )
-
-
-async def _ask(engine: Engine, manifest: Manifest, clock: Clock, limit_s: float) -> None:
-    if manifest.canary is None:
-        return
-    off = await canary_off(engine, manifest.canary, manifest.version, clock, limit_s)
-    if off is not None:
-        raise CanaryError(f"anchor {manifest.version}: {off}", hint="look at its canary, then at the engine")

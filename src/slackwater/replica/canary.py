@@ -1,28 +1,50 @@
 """Ask an engine for a version's canary: whether it computes with the weights that it holds as their trainer does."""
 
-from slackwater.checkpoint.canary import Canary, first_off
+import asyncio
+import logging
+from typing import Final
+
+from slackwater.checkpoint.canary import first_off
+from slackwater.checkpoint.manifest import Manifest
 from slackwater.clock import Clock
 from slackwater.engine.base import Engine
 from slackwater.errors import SlackwaterError
-from slackwater.ids import RequestId, Version
+from slackwater.ids import RequestId
 from slackwater.replica.race import first
 from slackwater.rollout.request import CompletionRequest, PolicyConstraint, SamplingSpec
 
+HINT: Final = "the one before serves on: publish a newer version, or make a good one newest: `slackwater rollback`"
+"""What to do about a canary that is off."""
 
-async def canary_off(engine: Engine, canary: Canary, version: Version, clock: Clock, limit_s: float) -> str | None:
-    """What is off with the answer of ``version``, which is in place; None: nothing. It goes before all that wait."""
+_log = logging.getLogger(__name__)
+
+
+async def canary_off(engine: Engine, manifest: Manifest, clock: Clock, patience_s: float) -> str | None:
+    """What is off with an engine's answer to the canary of the version in place; None: nothing, or it has none.
+
+    It goes before all requests that wait, and waits for a slot as they do, however long: that the engine is busy says
+    nothing of its weights. After each ``patience_s`` without an answer a warning is logged.
+    """
+    canary = manifest.canary
+    if canary is None:
+        return None
     asked = CompletionRequest(
-        request_id=RequestId(f"canary-{version}"),
+        request_id=RequestId(f"canary-{manifest.version}"),
         prompt_ids=canary.prompt,
         sampling=SamplingSpec(max_tokens=len(canary.tokens)),
-        policy=PolicyConstraint(exact_version=version),
+        policy=PolicyConstraint(exact_version=manifest.version),
         forced_ids=canary.tokens,
     )
+    answer = asyncio.ensure_future(_logprobs(engine, asked))
     try:
-        found = await first(_logprobs(engine, asked), clock.sleep(limit_s))
+        while await first(asyncio.wait((answer,)), clock.sleep(patience_s)) is None:
+            _log.warning("the canary of version %d still waits for a slot: it is provisional", manifest.version)
+        return first_off(canary, await answer)
     except SlackwaterError as error:
         return f"the canary can't be answered: {error}"
-    return f"the canary got no answer within {limit_s:g} s" if found is None else first_off(canary, found)
+    finally:
+        answer.cancel()
+        await asyncio.gather(answer, return_exceptions=True)
 
 
 async def _logprobs(engine: Engine, asked: CompletionRequest) -> list[float]:

@@ -13,10 +13,10 @@ from slackwater.checkpoint.state import StateTable
 from slackwater.clock import Clock
 from slackwater.config.in_flight import InFlight
 from slackwater.engine.base import CommitReport, Proof, Staged
-from slackwater.errors import CanaryError, CorruptError, SlackwaterError, SwapError
+from slackwater.errors import CanaryError, SlackwaterError, SpoiltError, SwapError
 from slackwater.ids import StateDigest, Version
 from slackwater.replica.boot import Booted
-from slackwater.replica.canary import canary_off
+from slackwater.replica.canary import HINT, canary_off
 from slackwater.replica.laying import Laid, Laying
 from slackwater.replica.limits import ExchangeLimits
 from slackwater.replica.prepare import Check, checks_of, first_difference, read_state
@@ -66,7 +66,14 @@ class Exchange:
     One of `move_to` and `roll_back` at a time; the rest at any time, from the same event loop.
     """
 
-    def __init__(self, booted: Booted, source: VersionSource, clock: Clock, limits: ExchangeLimits) -> None:
+    def __init__(
+        self,
+        booted: Booted,
+        source: VersionSource,
+        clock: Clock,
+        limits: ExchangeLimits,
+        in_flight: InFlight = InFlight.CONTINUE,
+    ) -> None:
         self.swap = Swap(version=booted.version)
         self.table = booted.table
         self._engine = booted.engine
@@ -77,6 +84,8 @@ class Exchange:
         self._proven: Version | None = None
         self._taken_back: list[Version] = []
         self._stop = Stop()
+        self._in_flight = in_flight
+        self._hurried = asyncio.Event()  # nobody wants answers to end by themselves any more
         self._memory = asyncio.Lock()
 
     def doubts(self) -> Callable[[Version], bool]:
@@ -91,16 +100,23 @@ class Exchange:
     def _unproven(self) -> frozenset[Version]:
         return self.swap.unproven - {self._proven}
 
-    def steer(self, target: Version) -> None:
-        """End the exchange under way, at its next safe point, if it doesn't lead to ``target``."""
+    def steer(self, target: Version, in_flight: InFlight) -> None:
+        """End the exchange under way, at its next safe point, if it doesn't lead to ``target``.
+
+        Until its commit, it and all later ones do with answers in flight what is said here.
+        """
+        self._in_flight = in_flight
+        if in_flight is not InFlight.DRAIN:
+            self._hurried.set()
         if not keeps(self.swap, target):
-            self._stop.set()
+            self.stop()
 
     def stop(self) -> None:
         """End the exchange under way at its next safe point."""
         self._stop.set()
+        self._hurried.set()
 
-    async def move_to(self, chain: Sequence[Manifest], in_flight: InFlight = InFlight.CONTINUE) -> SwapReport | None:
+    async def move_to(self, chain: Sequence[Manifest]) -> SwapReport | None:
         """Go to an anchor, or along deltas on the version in place, in one swap. None: it was ended from outside.
 
         A delta after the first that can't be prepared ends the way before it: its error is that of the next call, which
@@ -108,13 +124,14 @@ class Exchange:
 
         Args:
             chain: One anchor, or deltas, each on the one before.
-            in_flight: What becomes of answers that have tokens.
 
         Raises:
             ConflictError: The version doesn't fit the engine or, as WrongBaseError, the state in place.
-            CorruptError: The bytes don't verify, or the engine didn't hold what was committed and was put back.
+            CorruptError: The bytes don't verify.
+            SpoiltError: The engine doesn't hold the version in place; ``swap.serves`` is false now.
             CanaryError: The engine doesn't compute with it as its trainer does, and was put back.
-            SwapError: Staging, committing or undoing failed; ``swap.serves`` says what is left.
+            SwapError: Staging, committing or undoing failed, or the engine didn't hold what was committed and was put
+                back; ``swap.serves`` says what is left.
             UnavailableError: The bucket doesn't answer.
         """
         self._stop = Stop()
@@ -124,13 +141,13 @@ class Exchange:
             self._on(Event.SUPERSEDE)
             return None
         self._on(Event.PREPARED)
-        async with self._drained(in_flight) as drain_s:
+        async with self._drained() as drain_s:
             if self._stop.is_set():
                 self._on(Event.SUPERSEDE)
                 return None
             self._on(Event.COMMIT)
-            before = self.swap.version
-            report = await self._commit(ready, in_flight)
+            before, mode = self.swap.version, self._in_flight
+            report = await self._commit(ready, mode)
         verify_s = await self._verify(ready)
         return SwapReport(
             version=ready.made.version,
@@ -147,20 +164,21 @@ class Exchange:
             bytes_fetched=sum(manifest.num_bytes for manifest in ready.chain),
             bytes_written=report.bytes_written,
             tiles=len(ready.after),
+            mode=mode,
             in_flight=report.in_flight,
             ended=report.ended,
         )
 
-    async def roll_back(self, in_flight: InFlight = InFlight.CONTINUE) -> SwapReport:
+    async def roll_back(self) -> SwapReport:
         """Undo the last commit. It isn't drained for: nobody rolls back to wait.
 
         Raises:
             SwapError: It failed, and the replica is retired.
         """
-        began, before, last = self._clock.monotonic(), self.swap.version, self._last
+        began, before, last, mode = self._clock.monotonic(), self.swap.version, self._last, self._in_flight
         self._stop = Stop()
         self._on(Event.ROLL_BACK)
-        report = await self._undo(in_flight)
+        report = await self._undo(mode)
         return SwapReport(
             version=self.swap.version,
             from_version=before,
@@ -176,6 +194,7 @@ class Exchange:
             bytes_fetched=0,
             bytes_written=report.bytes_written,
             tiles=len(last.before) if last else 0,
+            mode=mode,
             in_flight=report.in_flight,
             ended=report.ended,
         )
@@ -205,6 +224,9 @@ class Exchange:
     async def _or_fail(self, work: Awaitable[T]) -> T:
         try:
             return await work
+        except SpoiltError:
+            self._on(Event.SPOILT)
+            raise
         except SlackwaterError:
             self._on(Event.FAILED)
             raise
@@ -242,20 +264,21 @@ class Exchange:
         self._on(Event.SHORTENED, reached.version)
 
     @asynccontextmanager
-    async def _drained(self, in_flight: InFlight) -> AsyncGenerator[float]:
+    async def _drained(self) -> AsyncGenerator[float]:
         """Let answers end first, if that is the mode; the seconds that it took. Later ones wait while this is open."""
-        if in_flight is not InFlight.DRAIN:
+        if self._in_flight is not InFlight.DRAIN:
             yield 0.0
             return
+        self._hurried.clear()
         self._on(Event.DRAIN)
         began, limit = self._clock.monotonic(), self._limits.drain_s
         drain = asyncio.ensure_future(self._engine.drain())
         try:
-            out_of_time = first(self._stop.wait(), self._clock.sleep(limit))
+            out_of_time = first(self._hurried.wait(), self._clock.sleep(limit))
             await first(asyncio.wait((drain,)), out_of_time)
             if drain.done():
                 await self._or_fail(drain)
-            elif not self._stop.is_set():
+            elif not self._hurried.is_set():
                 _log.warning("answers that have not ended within %g s are cut", limit)
             yield self._clock.monotonic() - began
         finally:
@@ -288,7 +311,8 @@ class Exchange:
     async def _verify(self, ready: _Ready) -> float:
         began, version = self._clock.monotonic(), self.swap.version
         wrong = None if self._limits.strict else await self._difference(ready.after)
-        off = None if wrong else await self._canary(ready.made)
+        patience = self._limits.canary_s
+        off = None if wrong else await canary_off(self._engine, ready.made, self._clock, patience)
         if wrong is None and off is None:
             self._on(Event.AGREED)
             return self._clock.monotonic() - began
@@ -296,15 +320,10 @@ class Exchange:
         self._taken_back.append(version)
         await self._undo(InFlight.CONTINUE, spoilt=True)
         if wrong is None:
-            raise CanaryError(f"version {version} was undone: {off}", hint="look at its canary, then at the engine")
-        raise CorruptError(
+            raise CanaryError(f"version {version} was undone: {off}", hint=HINT)
+        raise SwapError(
             f"version {version} was undone: {wrong}", hint="if it happens again, look at this machine's memory"
         )
-
-    async def _canary(self, made: Manifest) -> str | None:
-        if made.canary is None:
-            return None
-        return await canary_off(self._engine, made.canary, made.version, self._clock, self._limits.canary_s)
 
     async def _difference(self, checks: Sequence[Check]) -> str | None:
         """What differs, in words; a failure to read counts."""

@@ -9,7 +9,7 @@ from slackwater.checkpoint.manifest import Manifest
 from slackwater.checkpoint.state import StateTable
 from slackwater.clock import Clock
 from slackwater.engine.base import Engine, TileReader
-from slackwater.errors import ConflictError, SlackwaterError
+from slackwater.errors import ConflictError, SlackwaterError, SpoiltError, WrongBaseError
 from slackwater.ids import ObjectDigest
 from slackwater.replica.overlay import Overlay
 from slackwater.replica.prepare import Prepared, prepare_anchor, prepare_delta, state_after
@@ -66,15 +66,19 @@ class Laying:
             ConflictError: The first version doesn't fit the engine or, as WrongBaseError, the state in place.
             CorruptError: It doesn't verify.
             UnavailableError: The bucket doesn't answer.
+            SpoiltError: The engine doesn't hold the state that it should.
         """
         overlay, fetch_s, decode_s, done = Overlay(self._engine, self._threads), 0.0, 0.0, 0
         for manifest in chain:
             began = self._clock.monotonic()
             try:
                 after = self._state_after(table, manifest)
-                decode = await first(asyncio.to_thread(self._fetch, manifest, after, overlay, stop), stop.wait())
+                fetch = partial(self._fetch, manifest, table, after, overlay, stop)
+                decode = await first(asyncio.to_thread(fetch), stop.wait())
                 fetched = self._clock.monotonic()
-                prepared = None if decode is None else await joined(decode, stop)
+                prepared = None if decode is None else await _decoded(decode, stop)
+            except SpoiltError:
+                raise
             except SlackwaterError as error:
                 if not done:
                     raise
@@ -100,12 +104,23 @@ class Laying:
         return state_after(self._engine, table, manifest)
 
     def _fetch(
-        self, manifest: Manifest, after: StateTable, held: TileReader, stop: Stop
+        self, manifest: Manifest, before: StateTable, after: StateTable, held: TileReader, stop: Stop
     ) -> Callable[[], Prepared | None]:
-        """Get a version's bytes; what it gives decodes them against ``held``. In a thread."""
+        """Get a version's bytes; what it gives decodes them against ``held``, the state ``before``. In a thread."""
         threads = self._threads
         if manifest.kind == "anchor":
             folder = self._source.anchor(manifest)
-            return lambda: prepare_anchor(held, after, folder, threads, stop)
+            return lambda: prepare_anchor(held, before, after, folder, threads, stop)
         bodies = self._source.bodies(manifest)
         return lambda: prepare_delta(held, after.outline, manifest, bodies, threads, stop)
+
+
+async def _decoded(decode: Callable[[], Prepared | None], stop: Stop) -> Prepared | None:
+    """Decode. The manifests fit each other, so bits that don't fit them are not what the engine was given."""
+    try:
+        return await joined(decode, stop)
+    except WrongBaseError as error:
+        raise SpoiltError(
+            f"the engine's memory has changed by itself: {error.message}",
+            hint="restart the replica; look at its memory, and don't trust its last answers",
+        ) from error

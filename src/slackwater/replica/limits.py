@@ -13,7 +13,7 @@ class ExchangeLimits:
     drain_s: float = 120.0
     """Seconds for answers in flight to end by themselves, in the mode ``drain``; those that haven't are cut."""
     canary_s: float = 60.0
-    """Seconds for a version's canary to be answered, once it is in place; it goes before all that wait."""
+    """Seconds after which a canary that waits for a slot is warned of, and again after so many."""
     strict: bool = False
     """Every bit that is written is read back and compared in the pause, before the version serves."""
     threads: int = 2

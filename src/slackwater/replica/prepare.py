@@ -19,7 +19,7 @@ from slackwater.checkpoint.outline import Outline
 from slackwater.checkpoint.state import StateTable
 from slackwater.checkpoint.tensor import TensorSpec, Tile, TileWrite
 from slackwater.engine.base import Engine, TileReader
-from slackwater.errors import ConflictError, CorruptError
+from slackwater.errors import ConflictError, CorruptError, WrongBaseError
 from slackwater.replica.race import Stop
 from slackwater.replica.source import TileBodies
 from slackwater.weights.diff import table_of
@@ -69,24 +69,31 @@ def prepare_delta(
     return _gather(manifest.listed(), decode, threads, stop)
 
 
-def prepare_anchor(engine: TileReader, table: StateTable, folder: Path, threads: int, stop: Stop) -> Prepared | None:
+def prepare_anchor(
+    engine: TileReader, held: StateTable, table: StateTable, folder: Path, threads: int, stop: Stop
+) -> Prepared | None:
     """Take from an anchor's folder the tiles that the engine holds otherwise. None: ``stop`` was raised.
 
     Args:
         engine: Whose bits they are compared with.
+        held: What these bits should be.
         table: The anchor's.
         folder: The anchor's files.
         threads: Tiles at once.
         stop: Ends it early.
 
     Raises:
+        WrongBaseError: The bits in place are not ``held``.
         CorruptError: The folder's bits don't have the table's digests.
     """
     source = FolderSource(folder)
 
-    def take(check: Check) -> list[_Made]:
-        held = tile_digest(engine.read(check.name, check.tile))
-        if held == check.digest:
+    def take(pair: tuple[Check, Check]) -> list[_Made]:
+        before, check = pair
+        found = tile_digest(engine.read(check.name, check.tile))
+        if found != before.digest:
+            raise WrongBaseError(f"{check.name}, tile {check.tile.index}, isn't what the version in place has")
+        if found == check.digest:
             return []
         values = check.tile.take(source.bits(check.name))
         if tile_digest(values) != check.digest:
@@ -94,9 +101,9 @@ def prepare_anchor(engine: TileReader, table: StateTable, folder: Path, threads:
                 f"{check.name}, tile {check.tile.index}, in {folder} is not the anchor's",
                 hint="delete the replica's cache folder; if that does not help, publish a new anchor",
             )
-        return [_made(TileWrite(name=check.name, tile=check.tile, positions=None, values=values), check.digest, held)]
+        return [_made(TileWrite(name=check.name, tile=check.tile, positions=None, values=values), check.digest, found)]
 
-    return _gather(all_tiles(table), take, threads, stop)
+    return _gather(zip(all_tiles(held), all_tiles(table), strict=True), take, threads, stop)
 
 
 def state_after(engine: Engine, table: StateTable, manifest: Manifest) -> StateTable:

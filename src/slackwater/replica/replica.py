@@ -16,6 +16,7 @@ from slackwater.errors import (
     CanaryError,
     ConflictError,
     CorruptError,
+    NotFoundError,
     SlackwaterError,
     SwapError,
     UnavailableError,
@@ -23,6 +24,7 @@ from slackwater.errors import (
 )
 from slackwater.ids import BootId, ReplicaId, RunId, StateDigest, Version
 from slackwater.replica.boot import OpenEngine, await_head, boot, check_committed
+from slackwater.replica.ceiling import Ceiling
 from slackwater.replica.exchange import Exchange
 from slackwater.replica.extent import fitting
 from slackwater.replica.limits import ExchangeLimits
@@ -41,8 +43,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-Goal = Version | Literal["head"]
-"""A version, or whatever is newest."""
+Goal = Version | Literal["head", "stay"]
+"""A version; whatever is newest; or the one in place, which is the one that is being committed while one is."""
 
 _HEALS = (UnavailableError, CorruptError, WrongBaseError, SwapError)
 _log = logging.getLogger(__name__)
@@ -89,6 +91,7 @@ class Replica:
         self._open_engine = open_engine
         self._clock = clock
         self._route = Route(source)
+        self._ceiling = Ceiling()
         self._mode = Mode.FOLLOW
         self._in_flight = options.in_flight
         self._engine: Engine | None = None
@@ -119,11 +122,14 @@ class Replica:
             return State.RETIRED
         return State.SERVING if self._started else State.STARTING
 
-    async def start(self, goal: Goal = "head") -> None:
+    async def start(self, goal: Version | Literal["head"] = "head") -> None:
         """Load an anchor and catch up with ``goal``; returns once that version serves.
 
         Waits for a lineage that is still empty, and goes on trying while the bucket doesn't answer or holds
-        broken bytes (see ``status``). If it raises, or is cancelled, the replica is closed.
+        broken bytes (see ``status``). A head whose canary is off is left out: the newest version below it that passes
+        is served, as by those who had that one when the head came.
+
+        If it raises, or is cancelled, the replica is closed.
 
         Raises:
             NotFoundError: No such bucket, or ``goal`` isn't committed.
@@ -135,9 +141,7 @@ class Replica:
             undo.push_async_callback(self.close)
             self._mode = Mode.FOLLOW if goal == "head" else Mode.MANUAL
             exchange = await self._until_done(lambda: self._boot(goal))
-            self._aim(await self._until_done(lambda: self._resolve(goal)))
-            while exchange.swap.version != self._target:
-                await self._until_done(lambda: self._attempt(goal))
+            await self._until_done(lambda: self._catch_up(goal))
             self._reached()
             self._started = True
             self._spawn(self._drive(), "drive")
@@ -162,13 +166,13 @@ class Replica:
         self._check_serving()
         self._calls += 1
         call = self._calls
-        target = await self._resolve(goal)
-        self._check_serving()
+        target = None if goal == "stay" else await self._resolve(goal)
+        exchange = self._check_serving()
         if call != self._calls:  # a newer call was made meanwhile: an older one never overtakes it
             return self.status()
         self._mode = Mode.FOLLOW if goal == "head" else Mode.MANUAL
         self._in_flight = in_flight or self._options.in_flight
-        self._aim(target)
+        self._aim(exchange.swap.settles_at if target is None else target)
         return self.status()
 
     async def roll_back(self, in_flight: InFlight | None = None) -> ReplicaStatus:
@@ -177,8 +181,7 @@ class Replica:
         Raises:
             ConflictError: The replica isn't serving, or nothing is left to undo.
         """
-        self._check_serving()
-        back = None if self._exchange is None else self._exchange.swap.undo_version
+        back = self._check_serving().swap.undo_version
         if back is None:
             raise ConflictError("there is no commit to undo", hint="set an older version as the target")
         self._calls += 1
@@ -223,8 +226,7 @@ class Replica:
         Raises:
             ConflictError: The replica isn't serving.
         """
-        self._check_serving()
-        return await _needed(self._exchange).digest()
+        return await self._check_serving().digest()
 
     async def complete(self, request: CompletionRequest) -> Answer:
         """See `Completer.complete`."""
@@ -259,22 +261,34 @@ class Replica:
         stats = self._engine.stats()
         return stats.active + stats.waiting
 
-    def _check_serving(self) -> None:
-        if self.state is not State.SERVING:
+    def _check_serving(self) -> Exchange:
+        if self._exchange is None or self.state is not State.SERVING:
             raise ConflictError(
                 f"replica {self._options.replica} is {self.state}", hint="wait until it serves, or restart it"
             )
-
-    async def _boot(self, goal: Goal) -> Exchange:
-        head = await await_head(self._source, self._clock, self._options.poll_s)
-        self._target = head if goal == "head" else check_committed(goal, head)
-        limits = self._options.exchange
-        booted = await boot(self._source, self._route, self._target, self._open_engine, self._clock, limits)
-        self._engine = booted.engine
-        self._exchange = Exchange(booted, self._source, self._clock, limits)
         return self._exchange
 
-    async def _resolve(self, goal: Goal) -> Version:
+    async def _boot(self, goal: Version | Literal["head"]) -> Exchange:
+        head = await await_head(self._source, self._clock, self._options.poll_s)
+        self._target = target = self._ceiling.under(head) if goal == "head" else check_committed(goal, head)
+        limits = self._options.exchange
+        try:
+            (anchor,) = await asyncio.to_thread(self._route.next, None, target)
+        except NotFoundError:
+            if target == head:
+                raise
+            (anchor,) = await asyncio.to_thread(self._route.next, None, head)  # no other way up: it is told again why
+        try:
+            booted = await boot(self._source, self._route, anchor, self._open_engine, self._clock, limits)
+        except CanaryError:
+            if anchor.version:
+                self._ceiling = self._ceiling.without(anchor.version, target)
+            raise
+        self._engine = booted.engine
+        self._exchange = Exchange(booted, self._source, self._clock, limits, self._in_flight)
+        return self._exchange
+
+    async def _resolve(self, goal: Version | Literal["head"]) -> Version:
         self._head = await asyncio.to_thread(self._source.head, self._head)
         head = Version(-1) if self._head is None else self._head
         return head if goal == "head" else check_committed(goal, head)
@@ -298,7 +312,7 @@ class Replica:
     def _move_target(self, target: Version) -> None:
         self._target = target
         exchange = _needed(self._exchange)
-        exchange.steer(target)
+        exchange.steer(target, self._in_flight)
         if exchange.swap.version != target or exchange.swap.stage is not Stage.IDLE:
             self._settled.clear()
         self._changed.set()
@@ -319,29 +333,37 @@ class Replica:
         self._settled.set()
         await self._abandon()
 
-    async def _attempt(self, goal: Goal) -> None:
-        """One exchange at the start. After a failure the goal is looked up anew: a newer version may do better."""
-        if self._failures:
-            self._move_target(await self._resolve(goal))
-        if _needed(self._exchange).swap.version != self._target:
-            await self._step()
+    async def _catch_up(self, goal: Version | Literal["head"]) -> None:
+        """Go to the goal before anybody is served. Where it is the head, one that is refused is the one below."""
+        head = await self._resolve(goal)
+        self._move_target(self._ceiling.under(head) if goal == "head" else head)
+        while _needed(self._exchange).swap.version != self._target:
+            try:
+                await self._step()
+            except CanaryError as error:
+                if goal != "head":
+                    raise
+                self._failed(error)
+                self._move_target(self._ceiling.under(head))
 
     async def _step(self) -> None:
         """One exchange towards the target: an anchor, or all the deltas that fit into one."""
         exchange, target = _needed(self._exchange), _needed(self._target)
         if target == exchange.swap.previous:
-            self._swaps.append(await exchange.roll_back(self._in_flight))
+            self._swaps.append(await exchange.roll_back())
             return
         chain = await asyncio.to_thread(self._next, exchange.swap.version, target, exchange.table.outline)
         if target != self._target:
             return
         try:
-            report = await exchange.move_to(chain, self._in_flight)
+            report = await exchange.move_to(chain)
         except SlackwaterError as error:
             self._route.detour(chain[0].version, error)
             # What took the engine too long, or more than it has, may go in smaller steps.
-            too_much = isinstance(error, SwapError) and not isinstance(error, CanaryError)
-            self._singly = self._singly or too_much
+            off = isinstance(error, CanaryError)
+            self._singly = self._singly or (isinstance(error, SwapError) and not off)
+            if off:
+                self._ceiling = self._ceiling.without(chain[-1].version, chain[-1].version)
             raise
         if report is not None:
             self._route.trust()

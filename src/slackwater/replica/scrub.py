@@ -5,7 +5,7 @@ from typing import Final
 
 from slackwater.checkpoint.outline import Outline
 from slackwater.clock import Clock
-from slackwater.errors import CorruptError
+from slackwater.errors import SpoiltError
 from slackwater.replica.exchange import Exchange
 
 SLICE_BYTES: Final = 8 * 1024 * 1024
@@ -16,7 +16,7 @@ async def scrub(exchange: Exchange, clock: Clock, period_s: float) -> None:
     """Compare every tile with its digest in the manifest of the version in place, evenly over ``period_s``, for ever.
 
     Raises:
-        CorruptError: A tile differs.
+        SpoiltError: A tile differs.
     """
     outline = exchange.table.outline
     while True:
@@ -24,7 +24,10 @@ async def scrub(exchange: Exchange, clock: Clock, period_s: float) -> None:
             await clock.sleep(period_s * share)
             wrong = await exchange.look_at(tiles)
             if wrong is not None:
-                raise CorruptError(f"{wrong}, and no swap wrote it", hint="restart the replica; look at its memory")
+                raise SpoiltError(
+                    f"{wrong}, and no swap wrote it",
+                    hint="restart the replica; look at its memory, and don't trust its last answers",
+                )
 
 
 def slices(outline: Outline) -> Iterator[tuple[range, float]]:

@@ -70,6 +70,8 @@ class SwapReport:
     bytes_written: int
     tiles: int
     """Tiles written and verified, each once."""
+    mode: InFlight
+    """What it did with answers in flight."""
     in_flight: int
     """Answers that went on across the exchange."""
     ended: int

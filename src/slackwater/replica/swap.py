@@ -78,6 +78,8 @@ class Event(StrEnum):
     """The old bits are in place again and were read back."""
     FAILED = "failed"
     """The work of this stage raised."""
+    SPOILT = "spoilt"
+    """The engine's memory isn't what the version in place has, and no swap wrote that."""
     HUNG = "hung"
     """The engine gave no answer by the deadline."""
 
@@ -114,6 +116,7 @@ MOVES: Final[Mapping[tuple[Stage, Event], Move]] = MappingProxyType({
     (Stage.IDLE, Event.ROLL_BACK): _move(Stage.UNDOING),
     (Stage.PREPARING, Event.SUPERSEDE): _move(Stage.IDLE, Effect.FORGET),
     (Stage.PREPARING, Event.FAILED): _move(Stage.IDLE, Effect.FORGET),
+    (Stage.PREPARING, Event.SPOILT): _move(Stage.RETIRED, Effect.FORGET),
     (Stage.PREPARING, Event.SHORTENED): _move(Stage.PREPARING, Effect.AIM),
     (Stage.PREPARING, Event.PREPARED): _move(Stage.STAGED),
     (Stage.STAGED, Event.SUPERSEDE): _move(Stage.IDLE, Effect.FORGET),
@@ -162,6 +165,13 @@ class Swap:
             self.previous if self.stage is Stage.UNDOING else None,
         }
         return frozenset(version for version in doubts if version is not None)
+
+    @property
+    def settles_at(self) -> Version:
+        """What is in place once a commit or an undo that is being made is over."""
+        if self.stage is Stage.COMMITTING and self.goal is not None:
+            return self.goal
+        return self.previous if self.stage is Stage.UNDOING and self.previous is not None else self.version
 
     @property
     def undo_version(self) -> Version | None:

@@ -336,7 +336,7 @@ class Core:
     def _end_of(self, row: Row, in_flight: InFlight, spoilt: Version | None) -> Ended | Failed | None:
         """How an answer with tokens ends at an exchange; None where it goes on."""
         if spoilt is not None and row.version == spoilt:
-            taken_back = f"version {spoilt} was taken back: what it held was not what its manifest says"
+            taken_back = f"version {spoilt} was taken back: what it held or computed was not as its manifest says"
             return Failed(key=row.key, error=UnavailableError(taken_back, hint="ask again"))
         exact = row.request.policy.exact_version
         if exact is not None and exact != self._version:
