@@ -179,10 +179,14 @@ class World:
         self._spawn(self._timed("a target", lambda: self.replica.set_target(goal, in_flight)))
 
     def roll_back(self) -> None:
+        self._spawn(self._timed("a rollback", self._rolled_back))
+
+    async def _rolled_back(self) -> None:
+        """What is undone is settled as the call begins, not when it was meant."""
         exchange = self.replica._exchange
         if exchange is not None and (back := exchange.swap.undo_version) is not None:
             self.log.append(Steered(replica=self._name, goal=back))
-            self._spawn(self._timed("a rollback", self.replica.roll_back))
+            await self.replica.roll_back()
 
     async def _timed(self, what: str, call: Callable[[], Awaitable[object]]) -> None:
         began = self.clock.monotonic()
