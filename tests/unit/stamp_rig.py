@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 from replica_rig import RUN, BitsSource, weights_at
 
@@ -19,7 +19,7 @@ from slackwater.errors import SlackwaterError, SwapError, UnavailableError
 from slackwater.ids import BootId, ReplicaId, RequestId, Version
 from slackwater.publish.publisher import Publisher
 from slackwater.replica.limits import ExchangeLimits
-from slackwater.replica.replica import Goal, Replica, ReplicaOptions
+from slackwater.replica.replica import Replica, ReplicaOptions
 from slackwater.replica.status import State
 from slackwater.rollout.completer import Answer
 from slackwater.rollout.request import ANY_POLICY, CompletionRequest, PolicyConstraint, SamplingSpec
@@ -174,7 +174,7 @@ class World:
             self.source.newest = Version(self.source.newest + 1)
             self.log.append(self._lineage.published(self.source.newest))
 
-    def steer(self, goal: Goal, in_flight: InFlight | None = None) -> None:
+    def steer(self, goal: Version | Literal["head"], in_flight: InFlight | None = None) -> None:
         self.log.append(Steered(replica=self._name, goal=None if goal == "head" else goal))
         self._spawn(self._timed("a target", lambda: self.replica.set_target(goal, in_flight)))
 

@@ -131,3 +131,13 @@ def test_joining_twice_and_leaving_twice_are_refused() -> None:
         pool.remove(A)
     assert pool.report(A, SERVING) is None
     assert pool.lost(A) is None
+
+
+def test_one_that_drains_waits_behind_every_other_and_is_chosen_where_all_do() -> None:
+    draining, busy = replace(GOOD, draining=True), replace(GOOD, replica=ReplicaId("busy"), in_flight=9)
+    assert isinstance(first := choose(RoutingContext(), [draining, busy]), Choice)
+    assert first.replica == "busy"
+    assert isinstance(choose(RoutingContext(), [draining]), Choice)
+    suspect = replace(GOOD, health=Health.SUSPECT, replica=ReplicaId("suspect"))
+    assert isinstance(second := choose(RoutingContext(), [draining, suspect]), Choice)
+    assert second.replica == GOOD.replica

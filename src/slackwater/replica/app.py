@@ -16,6 +16,7 @@ from slackwater.errors import InvalidInputError
 from slackwater.ids import Version
 from slackwater.replica.replica import Replica
 from slackwater.replica.status import State
+from slackwater.replica.swap import Stage
 
 
 class TargetBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -54,6 +55,7 @@ class _Control:
             "run": status.run,
             "version": status.version,
             "in_flight": status.in_flight,
+            "draining": status.stage is Stage.DRAINING,
             "window": self._replica.window() if serves else None,
         })  # fmt: skip
 

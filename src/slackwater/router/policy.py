@@ -40,6 +40,8 @@ class Candidate:
     health: Health
     serving: bool
     """Whether it says that it takes requests."""
+    draining: bool = False
+    """It keeps new requests waiting until others have ended."""
     version: Version | None
     """None: it has no weights yet."""
     run: RunId | None = None
@@ -70,7 +72,10 @@ class Refusal:
 
 
 def choose(context: RoutingContext, candidates: Sequence[Candidate]) -> Choice | Refusal:
-    """Choose the least loaded replica that may answer; of equals the one not chosen for longest."""
+    """Choose the least loaded replica that may answer; of equals the one not chosen for longest.
+
+    One that drains is chosen where all others are suspect or can't answer.
+    """
     named = [one for one in candidates if not context.model or one.model in ("", context.model)]
     if candidates and not named:
         return Refusal(kind="not_found")
@@ -92,5 +97,6 @@ def _is_able(candidate: Candidate) -> bool:
     return candidate.serving and candidate.health in (Health.GOOD, Health.SUSPECT)
 
 
-def _rank(candidate: Candidate) -> tuple[bool, int, int]:
-    return candidate.health is Health.SUSPECT, candidate.in_flight, candidate.last_chosen
+def _rank(candidate: Candidate) -> tuple[bool, bool, int, int]:
+    suspect = candidate.health is Health.SUSPECT
+    return suspect, candidate.draining, candidate.in_flight, candidate.last_chosen

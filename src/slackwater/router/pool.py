@@ -27,6 +27,8 @@ class ProbeReport:
     version: Version | None = None
     boot: BootId | None = None
     in_flight: int = 0
+    draining: bool = False
+    """It keeps new requests waiting until others have ended."""
     window: int | None = None
     """Context window in tokens."""
 
@@ -166,6 +168,7 @@ class Pool:
             replica=member.replica,
             health=member.health,
             serving=report is not None and report.status == SERVING,
+            draining=report is not None and report.draining,
             version=report.version if report else None,
             run=report.run if report else None,
             in_flight=member.foreign + self.in_flight(member.replica),
