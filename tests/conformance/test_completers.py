@@ -18,7 +18,8 @@ from slackwater.api.auth import Keys
 from slackwater.api.respond import json_reply
 from slackwater.api.tokens import ChatTokenizer
 from slackwater.errors import CorruptError, ReplicaLostError, SlackwaterError, UnavailableError
-from slackwater.ids import ReplicaId
+from slackwater.ids import ReplicaId, Version
+from slackwater.rollout.evidence import PolicySpan
 from slackwater.rollout.request import SamplingSpec
 from slackwater.router.policy import Health
 from slackwater.router.pool import FAILURES_TO_EJECT
@@ -75,7 +76,7 @@ async def fleet(tokenizer: ChatTokenizer) -> AsyncIterator[Fleet]:
     async with AsyncExitStack() as stack:
         served: list[Served] = []
         for name in (A, B):
-            completer = TableCompleter(ROWS, window=WINDOW, replica=name)
+            completer = TableCompleter(ROWS, window=WINDOW, anchored=True, replica=name)
             server = await stack.enter_async_context(Loopback(replica_app(completer, tokenizer)))
             served.append(Served(completer=completer, server=server))
         a, b = served
@@ -89,7 +90,7 @@ async def fleet(tokenizer: ChatTokenizer) -> AsyncIterator[Fleet]:
 class TestTableCompleter(CompleterTests, PassingOnTests):
     @pytest.fixture
     async def completer(self) -> TableCompleter:
-        return TableCompleter(ROWS, window=WINDOW)
+        return TableCompleter(ROWS, window=WINDOW, anchored=True)
 
     @pytest.fixture
     async def tables(self, completer: TableCompleter) -> list[TableCompleter]:
@@ -131,7 +132,9 @@ async def test_a7_03_a_killed_replicas_answers_go_on_elsewhere(fleet: Fleet) -> 
     await fleet.a.completer.until_active(3)
     fleet.a.server.kill()
     wholes = await asyncio.gather(*asks)
-    assert {whole.origin.replica for whole in wholes} == {B}
+    assert {whole.token_ids for whole in wholes} == {(await answer(fleet.b.completer, REQUEST)).token_ids}
+    shares = {tuple((span.replica, span.start, span.end) for span in whole.replicas) for whole in wholes}
+    assert shares <= {((A, 0, made), (B, made, 6)) for made in range(1, 4)} | {((B, 0, 6),)}
     assert fleet.router.members()[A].health is not Health.GOOD
     assert (await answer(fleet.router, REQUEST)).origin.replica == B
     assert fleet.router.statistics().in_flight == 0
@@ -208,7 +211,7 @@ class Freezing:
 
 @pytest.fixture
 async def freezing(tokenizer: ChatTokenizer) -> AsyncIterator[Freezing]:
-    a, b = (TableCompleter(ROWS, window=64, replica=name) for name in (A, B))
+    a, b = (TableCompleter(ROWS, window=64, anchored=True, replica=name) for name in (A, B))
     freezer, clock = Freezer(app=replica_app(a, tokenizer)), ManualClock()
     freezer.thawed.set()
     async with Loopback(freezer) as frozen, Loopback(replica_app(b, tokenizer)) as other:
@@ -229,28 +232,71 @@ async def test_a_request_that_a_frozen_replica_never_admits_goes_elsewhere(freez
     assert (await asyncio.wait_for(ask, 5)).origin.replica == B
 
 
-async def test_an_answer_that_a_frozen_replica_never_ends_begins_again_elsewhere(freezing: Freezing) -> None:
+async def test_an_answer_that_a_frozen_replica_never_ends_goes_on_elsewhere(freezing: Freezing) -> None:
     freezing.a.hold(position=3)
     ask = asyncio.create_task(answer(freezing.router, REQUEST))
     await freezing.a.until_active(1)
     freezing.freeze()
     await freezing.eject()
-    assert (await asyncio.wait_for(ask, 5)).origin.replica == B
+    assert (await asyncio.wait_for(ask, 5)).replicas[-1].replica == B
     assert len(freezing.a.requests) == 1
     await asyncio.wait_for(freezing.a.until_active(0), 5)
 
 
-async def test_a_stream_of_a_frozen_replica_ends_with_its_loss(freezing: Freezing) -> None:
+async def test_a5_10_a_stream_of_a_frozen_replica_goes_on_elsewhere(freezing: Freezing) -> None:
     freezing.a.hold(position=1)
     under_way = await freezing.router.complete(replace(REQUEST, streamed=True))
     steps = aiter(under_way)
-    await anext(steps)
+    first = await anext(steps)
     stuck = asyncio.ensure_future(anext(steps))
     freezing.freeze()
     await freezing.eject()
-    with pytest.raises(ReplicaLostError):
-        await asyncio.wait_for(stuck, 5)
+    second = await asyncio.wait_for(stuck, 5)
+    seen = [first, second, *[step async for step in steps]]
     await under_way.aclose()
+    assert second.moved is not None
+    assert (under_way.origin.replica, second.moved.replica) == (A, B)
+    freezing.a.release()
+    assert tuple(step.token_id for step in seen) == (await answer(freezing.a, REQUEST)).token_ids
+
+
+async def test_a_loss_between_the_last_token_and_the_end_loses_nothing() -> None:
+    async def cut(request: Request) -> Response:
+        del request
+        origin = '{"type":"origin","replica":"a","boot":"x","run":"demo","seed":1}\n'
+        return Response(origin + '{"type":"token","token_id":1,"logprob":-1.0,"version":7,"finish":"length"}\n')
+
+    async with Loopback(Starlette(routes=[Route("/v1/generate", cut, methods=["POST"])])) as server:
+        remote = RemoteReplica(server.url, KEYS.inference)
+        try:
+            whole = await answer(remote, REQUEST)
+        finally:
+            await remote.aclose()
+    assert (whole.token_ids, whole.finish) == ((1,), "length")
+
+
+async def test_a5_10_a_replica_behind_two_gateways_is_named_by_both(fleet: Fleet, tokenizer: ChatTokenizer) -> None:
+    for table in (fleet.a.completer, fleet.b.completer):
+        table.fail_after(2, ReplicaLostError("gone"))
+
+    def health(request: Request) -> Response:
+        del request
+        return json_reply({"status": "serving", "version": 7, "window": WINDOW})
+
+    app = create_app(fleet.router, tokenizer, KEYS, model_name="m", extra_routes=[Route("/health", health)])
+    async with Loopback(app) as server:
+        remote = RemoteReplica(server.url, KEYS.inference)
+        try:
+            under_way = await remote.complete(replace(REQUEST, streamed=True))
+            steps = aiter(under_way)
+            seen = [await anext(steps) for _ in range(3)]
+            await under_way.aclose()
+        finally:
+            await remote.aclose()
+    moved = seen[2].moved
+    assert moved is not None
+    assert {under_way.origin.replica, moved.replica} == {A, B}
+    assert seen[2].kv == (PolicySpan(version=Version(7), start=0, end=5),)
 
 
 async def test_a_severed_replica_answers_later_calls(freezing: Freezing) -> None:

@@ -2,7 +2,9 @@
 
 import json
 import math
+from dataclasses import replace
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +16,7 @@ from slackwater.api.stream import line
 from slackwater.api.wire import (
     KV_SPANS_PER_LINE,
     MAX_LINE_BYTES,
+    MAX_NAME,
     EndLine,
     ErrorLine,
     KvLine,
@@ -31,7 +34,7 @@ from slackwater.api.wire import (
 )
 from slackwater.errors import CorruptError, InternalError, InvalidInputError, PolicyUnmetError
 from slackwater.ids import BootId, ReplicaId, RequestId, RunId, Version
-from slackwater.rollout.evidence import Completion, Finish, Origin, PolicySpan, TokenStep, grown
+from slackwater.rollout.evidence import Completion, Finish, Origin, PolicySpan, TokenStep, grown, taken_over
 from slackwater.rollout.request import MAX_TOP_LOGPROBS, CompletionRequest, PolicyConstraint, SamplingSpec
 from slackwater.testing.completer import TableCompleter
 from slackwater.testing.conformance_completer import REQUEST
@@ -49,6 +52,9 @@ def kv_of(count: int, rows: int) -> tuple[PolicySpan, ...]:
 VERSIONS = st.integers(0, 2**40).map(Version)
 PROMPT_TOKENS = 700
 """So many that KV spans of each fill more than one line."""
+MOVED = Origin(
+    replica=ReplicaId("r"), boot=BootId("b"), run=RunId("d"), seed=2**63 - 1, cached_tokens=3, prompt_version=Version(7)
+)
 KV = st.sampled_from([0, 1, 2, 5, KV_SPANS_PER_LINE, KV_SPANS_PER_LINE + 1, PROMPT_TOKENS])
 LOGPROBS = st.floats(max_value=0.0, allow_nan=False)
 STEPS = st.builds(
@@ -114,10 +120,68 @@ def sent(step: TokenStep) -> list[TokenLine | KvLine]:
     return [item for item in decoded if isinstance(item, TokenLine | KvLine)]
 
 
+@pytest.mark.parametrize("moved", [MOVED, replace(MOVED, seed=0, cached_tokens=0, prompt_version=None)])
+@pytest.mark.parametrize("count", [1, KV_SPANS_PER_LINE + 1])
+def test_who_took_over_comes_back_as_it_was(moved: Origin, count: int) -> None:
+    reader = StepReader(PROMPT_TOKENS)
+    first, second = (TokenStep(token_id=1, logprob=-1.0, version=Version(7)) for _ in range(2))
+    second = replace(second, kv=kv_of(count, PROMPT_TOKENS + 1), moved=moved)
+    assert [step for one in (first, second) for item in sent(one) if (step := reader.take(item))] == [first, second]
+
+
+LINE = '{"type":"token","token_id":1,"logprob":-1.0,"version":7,"kv":[[7,0,4]],"moved":%s}'
+MOVER = '{"replica":"r","boot":"b","run":"d","seed":5%s}'
+
+
+@pytest.mark.parametrize(
+    "moved",
+    [
+        "7",
+        "[]",
+        "{}",
+        '{"replica":"r","boot":"b","run":"d"}',
+        '{"replica":"r","boot":"b","seed":5}',
+        '{"replica":"","boot":"b","run":"d","seed":5}',
+        '{"replica":"r","boot":7,"run":"d","seed":5}',
+        '{"replica":"r","boot":"%s","run":"d","seed":5}' % ("b" * (MAX_NAME + 1)),
+        '{"replica":"r","boot":"b","run":"d","seed":-1}',
+        '{"replica":"r","boot":"b","run":"d","seed":9223372036854775808}',
+        '{"replica":"r","boot":"b","run":"d","seed":1.5}',
+        MOVER % ',"cached_tokens":-1',
+        MOVER % ',"cached_tokens":5',
+        MOVER % ',"prompt_version":-7',
+    ],
+)
+def test_who_cannot_have_taken_over_is_corrupt(moved: str) -> None:
+    def read(told: str) -> TokenStep | None:
+        reader = StepReader(3)
+        reader.take(TokenLine(token_id=1, logprob=-1.0, version=Version(7)))
+        token = decode_line((LINE % told).encode())
+        assert isinstance(token, TokenLine)
+        return reader.take(token)
+
+    assert read(MOVER % "") is not None
+    with pytest.raises(CorruptError):
+        read(moved)
+
+
+def test_nobody_takes_over_at_the_first_token_or_without_telling_of_kv() -> None:
+    step = TokenStep(token_id=1, logprob=-1.0, version=Version(7), kv=kv_of(1, 3), moved=MOVED)
+    (first,) = token_lines(step)
+    with pytest.raises(CorruptError):
+        StepReader(3).take(first)
+    (silent,) = token_lines(replace(step, kv=()))
+    reader = StepReader(2)
+    reader.take(TokenLine(token_id=1, logprob=-1.0, version=Version(7)))
+    with pytest.raises(CorruptError):
+        reader.take(silent)
+
+
 def test_a_token_says_nothing_of_what_its_reader_assumes() -> None:
     plain = b"".join(line(item) for item in token_lines(TokenStep(token_id=1, logprob=0.0, version=Version(1))))
     assert b"kv" not in plain
     assert b"provisional" not in plain
+    assert b"moved" not in plain
 
 
 def test_the_longest_line_of_a_token_is_within_the_bound() -> None:
@@ -131,10 +195,19 @@ def test_the_longest_line_of_a_token_is_within_the_bound() -> None:
         top_logprobs=(-2.2250738585072014e-308,) * MAX_TOP_LOGPROBS,
         kv=tuple(kv),
         provisional=True,
+        moved=Origin(
+            replica=ReplicaId("\x01" * MAX_NAME),
+            boot=BootId("\x01" * MAX_NAME),
+            run=RunId("\x01" * MAX_NAME),
+            seed=2**63 - 1,
+            cached_tokens=2**63 - 1,
+            prompt_version=Version(2**63 - 1),
+        ),
         finish=Finish.POLICY_CHANGED,
     )
     (longest,) = token_lines(step)
     assert len(line(longest)) <= MAX_LINE_BYTES
+    assert len(line(msgspec.structs.replace(longest, kv=()))) < 8 * 1024
 
 
 def test_later_tokens_tell_of_the_positions_before_them() -> None:
@@ -234,4 +307,19 @@ def test_rows_of_alternatives_are_filled_up() -> None:
     assert data.top.logprobs.values() == (0.0, -math.inf) * 2
     assert data.policy == ((2, 0, 2),)
     assert data.kv == ((2, 0, 4),)
+    assert data.replicas == (("r", "b", 0, 2),)
     assert data.status["routed_experts"] == "unsupported"
+
+
+def test_a5_10_every_replica_that_sampled_is_named_with_its_tokens() -> None:
+    first = TokenStep(token_id=4, logprob=0.0, version=Version(2))
+    other = replace(MOVED, replica=ReplicaId("s"), boot=BootId("c"))
+    second = taken_over(first, other, rows=5)
+    origin = replace(MOVED, seed=1)
+
+    def told(*steps: TokenStep) -> tuple[tuple[str, str, int, int], ...] | None:
+        return engine_data(Completion(origin=origin, steps=steps, finish=Finish.STOP), 0, prompt_tokens=3).replicas
+
+    assert told(first, first, second, first) == (("r", "b", 0, 2), ("s", "c", 2, 4))
+    assert told(first, second, replace(second, moved=MOVED)) == (("r", "b", 0, 1), ("s", "c", 1, 2), ("r", "b", 2, 3))
+    assert told() == ()

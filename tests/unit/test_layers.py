@@ -33,7 +33,7 @@ PURE = [
     "checkpoint", "rollout", "publish/plan.py", "publish/merge.py", "publish/naming.py", "publish/retention.py",
     "replica/swap.py", "replica/extent.py", "hotload/operation.py", "hotload/rollout.py", "hotload/groups.py",
     "hotload/keep.py", "hotload/lag.py", "hotload/witness.py", "hotload/recovery.py", "hotload/foreign.py",
-    "router/policy.py", "router/pool.py",
+    "router/policy.py", "router/pool.py", "router/resume.py",
     "engine/placement.py", "trainer/samples.py", "trainer/align.py",
 ]  # fmt: skip
 IMPURE_IMPORTS = {"asyncio", "threading", "socket", "time", "torch", "aiohttp", "obstore", "starlette", "subprocess"}

@@ -133,27 +133,6 @@ async def test_a_replica_that_does_not_admit_is_replaced(router: Router, fleet: 
     assert suspected == isinstance(error, ReplicaLostError)
 
 
-async def test_a_streamed_answer_moves_before_its_first_token_alone(router: Router, fleet: Fleet) -> None:
-    fleet[A].fail_after(0, LOST)
-    assert (await answer(router, STREAMED)).origin.replica == B
-    fleet[B].fail_after(2, LOST)
-    under_way = await router.complete(STREAMED)
-    steps = aiter(under_way)
-    assert [(await anext(steps)).finish for _ in range(2)] == [None, None]
-    with pytest.raises(ReplicaLostError):
-        await anext(steps)
-    await under_way.aclose()
-
-
-async def test_a_whole_answer_begins_again_and_is_one_replicas(router: Router, fleet: Fleet) -> None:
-    fleet[A].fail_after(3, LOST)
-    fleet[B].versions = (Version(8),)
-    whole = await answer(router, REQUEST)
-    assert whole.origin.replica == B
-    assert [(span.version, span.start, span.end) for span in whole.policy] == [(8, 0, 6)]
-    assert router.statistics().retries == 1
-
-
 @pytest.mark.parametrize("position", [0, 3])
 async def test_a_whole_answer_that_fails_for_a_while_begins_again_and_its_replica_stays_good(
     router: Router, fleet: Fleet, position: int
@@ -262,7 +241,11 @@ async def test_ejection_ends_the_waits_for_a_replica_that_stopped(
     assert not asks[0].done()
     await clock.advance(0.5)
     assert router.members()[A].health is Health.EJECTED
-    assert [(await ask).origin.replica for ask in asks] == [B, B]
+    ends = [await ask for ask in asks]
+    assert [[(span.replica, span.start, span.end) for span in end.replicas] for end in ends] == [
+        [(A, 0, 2), (B, 2, 6)],
+        [(B, 0, 6)],
+    ]
     assert (router.in_flight(A), fleet[A].severs) == (0, 1)
     await clock.advance(10.0)
     assert fleet[A].severs == 1

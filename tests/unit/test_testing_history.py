@@ -4,7 +4,7 @@ from typing import Final
 import pytest
 
 from slackwater.ids import BootId, ReplicaId, RequestId, RunId, StateDigest, Version
-from slackwater.rollout.evidence import Finish, Origin, TokenStep
+from slackwater.rollout.evidence import Finish, Origin, PolicySpan, TokenStep
 from slackwater.rollout.request import CompletionRequest, PolicyConstraint, SamplingSpec
 from slackwater.testing.history import (
     CHECKS,
@@ -170,6 +170,22 @@ def test_i6_another_token_than_was_forced_and_two_origins() -> None:
     assert isinstance(second, Sampled)
     moved = replace(second, origin=replace(second.origin, boot=BootId("boot-2")))
     assert found(*START, *GOOD[:2], moved, *GOOD[3:]) == ["I6"]
+
+
+def test_i6_a_move_that_is_told_and_one_that_is_not_told_right() -> None:
+    first = GOOD[1]
+    assert isinstance(first, Sampled)
+    by = replace(first.origin, replica=ReplicaId("replica-1"), boot=BootId("boot-7"))
+    kv = (PolicySpan(version=Version(0), start=0, end=4),)
+    assert found(*START, *changed(GOOD, 2, moved=by, kv=kv)) == []
+    assert found(*START, *changed(GOOD, 2, moved=by)) == ["I6"]
+    assert found(*START, *changed(GOOD, 2, moved=replace(by, seed=6), kv=kv)) == ["I6"]
+    assert found(*START, *changed(GOOD, 2, moved=replace(by, run=RunId("other")), kv=kv)) == ["I6"]
+    assert found(*START, *changed(GOOD, 1, moved=by, kv=(replace(kv[0], end=3),))) == ["I6"]
+    later = changed(GOOD, 3, moved=by, kv=(replace(kv[0], end=4), PolicySpan(version=Version(1), start=4, end=5)))
+    third = later[3]
+    assert isinstance(third, Sampled)
+    assert "I6" not in found(*START, *later[:3], replace(third, origin=by), *later[4:])
 
 
 @pytest.mark.parametrize("state", ["starting", "retired", "closed"])

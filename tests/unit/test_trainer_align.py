@@ -124,6 +124,9 @@ PLAIN = replace(answer(0, 1, 1, 2, 2), prompt_ids=(1, 2, 3), prompt_version=Vers
         (replace(answer(0, 1, 2, 3), kv=(span(3, 0, 3),), prompt_version=Version(1)), LeftOut.OTHER_KV),
         (replace(answer(0, 1, 1), kv=(span(2, 0, 2),), prompt_version=Version(1)), LeftOut.OTHER_KV),
         (replace(answer(0, 2, 1), kv=(span(1, 0, 2),), prompt_version=Version(2)), LeftOut.FALLS),
+        (replace(PLAIN, moved=True), LeftOut.MOVED),
+        (replace(PLAIN, kv=PLAIN.kept_kv, moved=True), LeftOut.MOVED),
+        (replace(PLAIN, kv=(span(2, 0, 6),), moved=True), LeftOut.MOVED),
     ],
 )
 def test_an_answer_is_replayed_only_in_the_way_that_its_spans_prove(

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,8 +25,8 @@ from slackwater.errors import (
     UnavailableError,
     UnsupportedError,
 )
-from slackwater.ids import Version
-from slackwater.rollout.evidence import Finish, PolicySpan
+from slackwater.ids import BootId, ReplicaId, Version
+from slackwater.rollout.evidence import Finish, PolicySpan, ReplicaSpan
 from slackwater.rollout.request import PolicyConstraint
 from slackwater.testing.clock import ManualClock
 from slackwater.testing.completer import TableCompleter
@@ -188,18 +189,35 @@ async def test_a3_15_a_reply_without_ids_is_refused(client: RolloutClient) -> No
         {"kv": [[4, 0, 4]]},
         {"kv": []},
         {"kv": [[4, 1, 10]]},
+        {"replicas": []},
+        {"replicas": [["table", "boot-0", 0, 3]]},
+        {"replicas": [["table", "boot-0", 0, 2], ["b", "boot-1", 3, 4]]},
+        {"replicas": [["table", "boot-0", 0, 4], ["b", "boot-1", 4, 4]]},
+        {"replicas": [["b", "boot-1", 0, 2], ["table", "boot-0", 2, 4]]},
+        {"replicas": [["table", "boot-1", 0, 4]]},
     ],
     ids=str,
 )
 async def test_contradictions_are_corrupt(client: RolloutClient, change: dict[str, Any]) -> None:
     reply = await good_reply(client)
     choice = reply["choices"][0]
-    if "policy" in change or "kv" in change:
+    if {"policy", "kv", "replicas"} & set(change):
         choice["engine_data"] |= change
     else:
         choice |= change
     with pytest.raises(CorruptError):
         read_samples(json.dumps(reply).encode(), 1)
+
+
+async def test_a5_10_a_sample_tells_which_replica_sampled_which_tokens(client: RolloutClient) -> None:
+    reply = await good_reply(client)
+    (sample,) = read_samples(json.dumps(reply).encode(), 1)
+    table = ReplicaSpan(replica=ReplicaId("table"), boot=BootId("boot-0"), start=0, end=4)
+    assert sample.replicas == (table,)
+    reply["choices"][0]["engine_data"]["replicas"] = [["table", "boot-0", 0, 1], ["b", "boot-1", 1, 4]]
+    (sample,) = read_samples(json.dumps(reply).encode(), 1)
+    other = ReplicaSpan(replica=ReplicaId("b"), boot=BootId("boot-1"), start=1, end=4)
+    assert (sample.replicas, sample.replica) == ((replace(table, end=1), other), "table")
 
 
 async def test_samples_tell_who_built_their_kv_and_whether_labels_are_confirmed(
@@ -235,12 +253,12 @@ async def test_kv_of_any_version_is_asked_for_in_words(client: RolloutClient, co
     assert [request.policy for request in completer.requests] == [asked, PolicyConstraint()]
 
 
-async def test_a_server_that_does_not_tell_of_kv_is_read_without(client: RolloutClient) -> None:
+async def test_a_server_that_does_not_tell_of_kv_and_replicas_is_read_without(client: RolloutClient) -> None:
     reply = await good_reply(client)
-    del reply["choices"][0]["engine_data"]["kv"]
+    del reply["choices"][0]["engine_data"]["kv"], reply["choices"][0]["engine_data"]["replicas"]
     del reply["choices"][0]["engine_data"]["status"]["kv"]
     (sample,) = read_samples(json.dumps(reply).encode(), 1)
-    assert (sample.kv, sample.provisional) == ((), False)
+    assert (sample.kv, sample.replicas, sample.provisional) == ((), (), False)
 
 
 async def test_a_policy_error_keeps_its_versions(server: Loopback, clock: ManualClock) -> None:

@@ -227,6 +227,17 @@ def test_a_prompt_on_kv_of_another_version_is_left_out_even_if_it_was_computed_a
     assert (found.unchecked, found.unchecked_because) == (1, {"kv_of_other_versions": 1})
 
 
+def test_a5_10_an_answer_that_another_replica_went_on_with_is_left_out(
+    chain: Chain, served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stayed, moved = answers_over(served, CONTINUE)
+    stayed = msgspec.structs.replace(stayed, replicas=[("a", "x", 0, TOKENS)])
+    moved = msgspec.structs.replace(moved, replicas=[("a", "x", 0, 5), ("b", "y", 5, TOKENS)])
+    found = verdict(chain, [stayed, moved], tmp_path, capsys)
+    assert (found.answers, found.tokens, found.mislabelled) == (1, TOKENS, 0)
+    assert (found.unchecked, found.unchecked_because) == (1, {"moved": 1})
+
+
 def test_an_answer_that_an_exchange_cut_is_checked_as_far_as_it_goes(
     chain: Chain, served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

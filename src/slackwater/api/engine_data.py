@@ -8,7 +8,7 @@ import msgspec
 
 from slackwater.api.arrays import Array, array
 from slackwater.ids import BootId, ReplicaId, RunId, Version
-from slackwater.rollout.evidence import Completion, Finish, PolicySpan, kv_spans
+from slackwater.rollout.evidence import Completion, Finish, PolicySpan, ReplicaSpan, kv_spans
 
 _ABSENT_ID: Final = -1
 """Fills rows of ``top`` whose distribution has fewer tokens than were asked for."""
@@ -38,6 +38,7 @@ class EngineData(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     run: RunId
     """The lineage that the versions count in."""
     replica: ReplicaId
+    """Who began; ``replicas`` tells who went on."""
     boot_id: BootId
     policy: tuple[tuple[Version, int, int], ...]
     """[version, start, end) over the completion's tokens."""
@@ -53,6 +54,9 @@ class EngineData(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     kv: tuple[tuple[Version, int, int], ...] | None = None
     """[version, start, end) over positions of prompt and completion, but for the last: which version built the KV that
     the answer ended with. Absent from servers that don't tell it."""
+    replicas: tuple[tuple[ReplicaId, BootId, int, int], ...] | None = None
+    """[replica, boot_id, start, end) over the completion's tokens: one entry where one replica sampled all of them.
+    Absent from servers that don't tell it."""
     top: Top | None = None
     """Absent unless alternatives were asked for."""
 
@@ -76,6 +80,7 @@ def engine_data(completion: Completion, top_logprobs: int, *, prompt_tokens: int
         boot_id=origin.boot,
         policy=_plain(completion.policy),
         kv=_plain(kv_spans(prompt_tokens, completion.steps)),
+        replicas=_named(completion.replicas),
         prompt_version=origin.prompt_version,
         token_ids=array("int32", completion.token_ids),
         logprobs=Logprobs(values=array("float32", completion.logprobs)),
@@ -97,6 +102,10 @@ def engine_data(completion: Completion, top_logprobs: int, *, prompt_tokens: int
 
 def _plain(spans: Sequence[PolicySpan]) -> tuple[tuple[Version, int, int], ...]:
     return tuple((span.version, span.start, span.end) for span in spans)
+
+
+def _named(spans: Sequence[ReplicaSpan]) -> tuple[tuple[ReplicaId, BootId, int, int], ...]:
+    return tuple((span.replica, span.boot, span.start, span.end) for span in spans)
 
 
 def _top(completion: Completion, width: int) -> Top:

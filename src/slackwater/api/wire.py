@@ -42,6 +42,34 @@ class OriginLine(msgspec.Struct, frozen=True, kw_only=True, tag="origin"):
         )
 
 
+MAX_NAME: Final = 256
+"""Most characters of a replica's name, its boot or its run where a token tells them."""
+_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
+_Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
+class Mover(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Who samples from a token on, where another replica took over."""
+
+    replica: _Name
+    boot: _Name
+    run: _Name
+    seed: _Number
+    cached_tokens: _Number = 0
+    prompt_version: _Number | None = None
+
+    def origin(self) -> Origin:
+        """The value that it carries."""
+        return Origin(
+            replica=ReplicaId(self.replica),
+            boot=BootId(self.boot),
+            run=RunId(self.run),
+            seed=self.seed,
+            cached_tokens=self.cached_tokens,
+            prompt_version=None if self.prompt_version is None else Version(self.prompt_version),
+        )
+
+
 KvSpan = tuple[Annotated[Version, msgspec.Meta(ge=0, le=2**63 - 1)], int, int]
 """[version, start, end) over positions."""
 
@@ -62,6 +90,7 @@ class TokenLine(msgspec.Struct, frozen=True, kw_only=True, tag="token", omit_def
     top_logprobs: tuple[float | None, ...] = ()
     kv: tuple[KvSpan, ...] = ()
     provisional: bool = False
+    moved: Mover | None = None
     finish: Finish | None = None
 
 
@@ -82,7 +111,7 @@ Line = OriginLine | KvLine | TokenLine | EndLine | ErrorLine
 MAX_LINE_BYTES: Final = 64 * 1024
 """Readers hold no longer line."""
 KV_SPANS_PER_LINE: Final = 512
-"""Each takes at most 64 bytes, and all else in a token's line less than 4 KiB."""
+"""Each takes at most 64 bytes, and all else in a token's line less than 8 KiB."""
 
 _LINES: Final = msgspec.json.Decoder(OriginLine | KvLine | TokenLine | EndLine | ErrorLine)
 _REQUESTS: Final = msgspec.json.Decoder(CompletionRequest)
@@ -163,18 +192,31 @@ def token_lines(step: TokenStep) -> Iterator[KvLine | TokenLine]:
         top_logprobs=tuple(map(_write, step.top_logprobs)),
         kv=spans,
         provisional=step.provisional,
+        moved=_mover(step.moved) if step.moved else None,
         finish=step.finish,
     )
 
 
+def _mover(by: Origin) -> Mover:
+    return Mover(
+        replica=by.replica,
+        boot=by.boot,
+        run=by.run,
+        seed=by.seed,
+        cached_tokens=by.cached_tokens,
+        prompt_version=by.prompt_version,
+    )
+
+
 class StepReader:
-    """Makes the lines of one answer steps again. KV spans that can't be are refused here, and only here.
+    """Makes the lines of one answer steps again. KV spans and moves that can't be are refused here, and only here.
 
     Args:
         prompt_tokens: Of the request: a token's spans must cover the positions before it.
     """
 
     def __init__(self, prompt_tokens: int) -> None:
+        self._prompt = prompt_tokens
         self._rows = prompt_tokens
         self._spans: list[KvSpan] = []
 
@@ -182,7 +224,8 @@ class StepReader:
         """The step that a line completes; None where it only begins one.
 
         Raises:
-            CorruptError: KV spans aren't adjacent, are empty, or don't reach from 0 to the token.
+            CorruptError: KV spans aren't adjacent, are empty, or don't reach from 0 to the token; or another replica
+                takes over at the first token, without telling of its KV, or with more of it than there is.
         """
         self._spans += line.spans if isinstance(line, KvLine) else line.kv
         if len(self._spans) > self._rows:
@@ -190,6 +233,7 @@ class StepReader:
         if isinstance(line, KvLine):
             return None
         kv, self._spans = _covering(self._spans, self._rows), []
+        moved = self._moved(line.moved, kv) if line.moved else None
         self._rows += 1
         return TokenStep(
             token_id=line.token_id,
@@ -199,8 +243,14 @@ class StepReader:
             top_logprobs=tuple(map(_read, line.top_logprobs)),
             kv=kv,
             provisional=line.provisional,
+            moved=moved,
             finish=line.finish,
         )
+
+    def _moved(self, by: Mover, kv: Sequence[PolicySpan]) -> Origin:
+        if self._rows == self._prompt or not kv or by.cached_tokens > self._rows:
+            raise CorruptError(f"an answer tells of a replica that can't have taken over at position {self._rows}")
+        return by.origin()
 
 
 def _covering(spans: Sequence[KvSpan], rows: int) -> tuple[PolicySpan, ...]:

@@ -4,7 +4,8 @@ Walks the run's chain once, from its first version to its head. At each version 
 with the KV cache as it was built: an answer that crossed a swap stays in its slot while the weights change under it.
 Answers whose KV was computed again in a swap have a walk of their own, which does the same. On
 the way the same is done with every label shifted by one version, to see whether false labels would be caught; there the
-first tokens of an answer decide, so an answer that only later ones would give away counts as not caught.
+first tokens of an answer decide, so an answer that only later ones would give away counts as not caught. Answers that
+another replica went on with are counted as unchecked.
 """
 
 import logging
@@ -138,6 +139,7 @@ def read_answers(settings: ReplaySettings) -> list[LabelledAnswer]:
             replica=item.replica,
             kv=_spans(item.kv),
             prompt_version=None if item.prompt_version is None else Version(item.prompt_version),
+            moved=len(item.replicas) > 1,
         )
         for number, item in found
         if item.token_ids and settings.replica in (None, item.replica)
@@ -205,8 +207,8 @@ class Walk:
     def _advance(self, version: Version) -> None:
         manifest = self._fetcher.manifest(version)
         if manifest.kind == "anchor":
-            self._table = StateTable.of_anchor(manifest)
-            prepared = prepare_anchor(self._replayer, self._table, self._fetcher.anchor(manifest), 1, Stop())
+            held, self._table = self._table, StateTable.of_anchor(manifest)
+            prepared = prepare_anchor(self._replayer, held, self._table, self._fetcher.anchor(manifest), 1, Stop())
         else:
             self._table = self._table.after(manifest)
             bodies = self._fetcher.bodies(manifest)

@@ -1,7 +1,7 @@
 """What an answer proves of itself: tokens with their log-probabilities, policy versions, replica and end."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from slackwater.errors import InternalError
@@ -33,6 +33,33 @@ class PolicySpan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaSpan:
+    """Tokens ``[start, end)`` were sampled by one start of one replica."""
+
+    replica: ReplicaId
+    boot: BootId
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Origin:
+    """Who answered; where others took over, who began."""
+
+    replica: ReplicaId
+    boot: BootId
+    run: RunId
+    """The lineage that the versions count in."""
+    seed: int
+    """The seed that the draws used: the request's, or the one the replica picked."""
+    cached_tokens: int = 0
+    """Prompt tokens whose KV was reused: of the version that samples the first token, or of any where the request
+    takes it."""
+    prompt_version: Version | None = None
+    """The version that built the prompt's KV; None where it isn't known yet, or where several did."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TokenStep:
     """One sampled token, stamped in the step that sampled it."""
 
@@ -47,28 +74,15 @@ class TokenStep:
     """As long as ``top_ids``; of the same distribution as ``logprob``."""
     kv: tuple[PolicySpan, ...] = ()
     """Which versions built the KV of all positions before this token. Told where it isn't as `kv_spans` assumes: at the
-    first token if other versions built rows of the prompt, and at the first one after everything was recomputed."""
+    first token if other versions built rows of the prompt, and at the first one after everything was recomputed or
+    another replica took over."""
     provisional: bool = False
     """The bits of ``version`` had not been compared with its manifest yet."""
+    moved: Origin | None = None
+    """Who samples from this token on, where another replica took over: it built the KV of all positions before it
+    anew, which ``kv`` then tells. Never on an answer's first token."""
     finish: Finish | None = None
     """Set on the last token of the answer, and only there."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Origin:
-    """Who answered."""
-
-    replica: ReplicaId
-    boot: BootId
-    run: RunId
-    """The lineage that the versions count in."""
-    seed: int
-    """The seed that the draws used: the request's, or the one the replica picked."""
-    cached_tokens: int = 0
-    """Prompt tokens whose KV was reused: of the version that samples the first token, or of any where the request
-    takes it."""
-    prompt_version: Version | None = None
-    """The version that built the prompt's KV; None where it isn't known yet, or where several did."""
 
 
 def grown(before: tuple[PolicySpan, ...], version: Version, end: int) -> tuple[PolicySpan, ...]:
@@ -104,6 +118,33 @@ def kv_spans(prompt_tokens: int, steps: Sequence[TokenStep]) -> tuple[PolicySpan
     return built
 
 
+def replica_spans(origin: Origin, steps: Sequence[TokenStep]) -> tuple[ReplicaSpan, ...]:
+    """Which replica sampled which tokens: adjacent, in order, covering every token; empty where there is none.
+
+    Args:
+        origin: Who sampled the first token.
+        steps: All tokens, in order.
+    """
+    starts = [index for index, step in enumerate(steps) if step.moved or not index]
+    whos = [steps[start].moved or origin for start in starts]
+    return tuple(
+        ReplicaSpan(replica=who.replica, boot=who.boot, start=start, end=end)
+        for who, start, end in zip(whos, starts, [*starts[1:], len(steps)], strict=False)
+    )
+
+
+def taken_over(step: TokenStep, by: Origin, rows: int) -> TokenStep:
+    """A token as the first that another replica samples in an answer under way.
+
+    Args:
+        step: As that replica gave it.
+        by: That replica.
+        rows: Positions before the token: of the prompt, then of the tokens so far.
+    """
+    built = (PolicySpan(version=step.version, start=0, end=rows),)
+    return replace(step, kv=step.kv or built, moved=by)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
     """A whole answer. All token-wise fields are equally long."""
@@ -126,6 +167,11 @@ class Completion:
     def policy(self) -> tuple[PolicySpan, ...]:
         """The policy spans over the completion's tokens."""
         return spans(step.version for step in self.steps)
+
+    @property
+    def replicas(self) -> tuple[ReplicaSpan, ...]:
+        """The replica spans over the completion's tokens."""
+        return replica_spans(self.origin, self.steps)
 
 
 def collect(origin: Origin, steps: Iterable[TokenStep], finish: Finish | None = None) -> Completion:

@@ -44,6 +44,7 @@ class _Health(msgspec.Struct, frozen=True, kw_only=True):
     version: Version | None = None
     boot_id: BootId | None = None
     in_flight: int = 0
+    draining: bool = False
     window: int | None = None
 
 
@@ -103,6 +104,7 @@ class RemoteReplica:
             version=seen.version,
             boot=seen.boot_id,
             in_flight=seen.in_flight,
+            draining=seen.draining,
             window=seen.window,
         )
 
@@ -207,14 +209,21 @@ class RemoteAnswer:
             if step is None:
                 continue
             if step.finish is not None:
-                # The end is read before the last token is shown: a reader who then closes leaves a clean connection.
-                await self._take(await self._line())
+                await self._end(step.finish)
             yield step
 
     async def aclose(self) -> None:
         """See `Answer.aclose`. Closing the connection is what aborts at the replica."""
         self.finish = self.finish or Finish.ABORT
         self._response.close()
+
+    async def _end(self, finish: Finish) -> None:
+        """Read the end before the last token is shown: a reader who then closes leaves a clean connection."""
+        try:
+            await self._take(await self._line())
+        except ReplicaLostError:
+            # Nothing is missing from the answer.
+            self.finish = finish
 
     async def _line(self) -> Line:
         with _reaching(self._base_url):

@@ -69,10 +69,10 @@ class RouterStatistics:
 
 
 class Router:
-    """Gives each request to one replica, and to another when that one is lost before the caller has seen a token.
+    """Gives each request to one replica; when that one is lost, another goes on from the tokens so far.
 
-    The answer to a request that isn't ``streamed`` is held back until it is whole, so it can be begun again at any
-    point; each time it is one replica's, from first token to last.
+    The answer to a request that isn't ``streamed`` is held back until it is whole, so it can also be begun again where
+    its tokens aren't to be trusted, or where nobody can go on from them.
 
     Args:
         replicas: By the name under which the pool knows them; each is closed with the router.

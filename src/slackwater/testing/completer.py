@@ -1,12 +1,13 @@
 """The table completer: a whole `slackwater.rollout.completer.Completer` in plain Python, with gates and faults.
 
-Position ``i`` of every answer draws from logits row ``i % len(rows)``; draws depend on (seed, position) alone.
+Position ``i`` of every answer draws from logits row ``i % len(rows)``; draws depend on (seed, position) alone. One that
+is ``anchored`` counts positions from the start of the prompt, as engines do: an answer then goes on from its tokens.
 """
 
 import asyncio
 import math
 import random
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from itertools import accumulate
 from typing import Final
 
@@ -16,7 +17,7 @@ from slackwater.rollout.evidence import Finish, Origin, PolicySpan, TokenStep
 from slackwater.rollout.request import CompletionRequest, SamplingSpec
 
 DEFAULT_SEED: Final = 11
-"""The seed that a table completer picks for a request without one."""
+"""The seed that a table completer picks for a request without one, unless it is told another."""
 
 
 class TableCompleter:
@@ -27,6 +28,7 @@ class TableCompleter:
         window: Most tokens of prompt and completion together.
         versions: The version that samples position ``i`` is ``versions[min(i, last)]``.
         end_token: Sampling it ends the answer; None: nothing does.
+        anchored: Whether rows and draws count from the start of the prompt instead of the answer.
         replica: Its name.
         boot: Its start.
         run: Its lineage.
@@ -39,6 +41,7 @@ class TableCompleter:
         window: int = 256,
         versions: Sequence[int] = (7,),
         end_token: int | None = None,
+        anchored: bool = False,
         replica: str = "table",
         boot: str = "boot-0",
         run: str = "demo",
@@ -46,8 +49,13 @@ class TableCompleter:
         self.rows = tuple(tuple(row) for row in rows)
         self.versions = tuple(map(Version, versions))
         self.end_token = end_token
+        self.anchored = anchored
+        self.seed = DEFAULT_SEED
+        """Picked for a request without one."""
         self.active = 0
         """Answers admitted and not closed or ended."""
+        self.waiting = 0
+        """Answers whose readers wait for `release`."""
         self.requests: list[CompletionRequest] = []
         """All that were admitted, in order."""
         self.admission_error: SlackwaterError | None = None
@@ -115,6 +123,12 @@ class TableCompleter:
             self._changed.clear()
             await self._changed.wait()
 
+    async def until_waiting(self, answers: int) -> None:
+        """Return once exactly so many readers wait for `release`."""
+        while self.waiting != answers:
+            self._changed.clear()
+            await self._changed.wait()
+
     def count(self, answers: int) -> None:
         """An answer began, or one ended."""
         self.active += answers
@@ -134,20 +148,37 @@ class TableCompleter:
         """How an answer ends in place of token number ``position``; None where it doesn't."""
         return self._cut[1] if self._cut is not None and position >= self._cut[0] else None
 
-    async def gate(self, position: int, severs: int) -> None:
+    async def gate(self, position: int, severs: int, is_over: Callable[[], bool]) -> None:
         """Wait until the answer may take its next token; raises the fault that is set for it.
 
         Args:
             position: Of that token.
             severs: As `severs` was when the answer was admitted.
+            is_over: Whether the answer has ended. One that has waits for nothing and isn't failed.
         """
-        while severs == self._severs and self._held_from is not None and position >= self._held_from:
-            self._changed.clear()
-            await self._changed.wait()
+        await self._wait_until(lambda: is_over() or severs != self._severs or not self._holds(position))
+        if is_over():
+            return
         if severs != self._severs:
             raise ReplicaLostError("the table was severed")
         if self._failure is not None and position >= self._failure[0]:
             raise self._failure[1]
+
+    def _holds(self, position: int) -> bool:
+        return self._held_from is not None and position >= self._held_from
+
+    async def _wait_until(self, may_go: Callable[[], bool]) -> None:
+        if may_go():
+            return
+        self.waiting += 1
+        self._changed.set()
+        try:
+            while not may_go():
+                self._changed.clear()
+                await self._changed.wait()
+        finally:
+            self.waiting -= 1
+            self._changed.set()
 
 
 class TableAnswer:
@@ -168,14 +199,16 @@ class TableAnswer:
             replica=replica,
             boot=boot,
             run=run,
-            seed=DEFAULT_SEED if seed is None else seed,
+            seed=owner.seed if seed is None else seed,
             prompt_version=_only(owner.kv.get(0, ()), owner.versions[0]),
         )
 
     async def __aiter__(self) -> AsyncIterator[TokenStep]:
         position = 0
         while self.finish is None:
-            await self._owner.gate(position, self._severs)
+            await self._owner.gate(position, self._severs, lambda: not self._held)
+            if not self._held:
+                return
             if self._owner.aborts != self._aborts:
                 self._end(Finish.ABORT)
                 return
@@ -209,9 +242,10 @@ class TableAnswer:
             raise PolicyUnmetError(f"{request.policy} isn't met: version {version} is held", versions=(version,))
         if request.policy.exact_version not in (None, version):
             return None
-        ranked = processed(owner.rows[position % len(owner.rows)], request.sampling)
+        place = position + len(request.prompt_ids) * owner.anchored
+        ranked = processed(owner.rows[place % len(owner.rows)], request.sampling)
         forced = request.forced_ids[position : position + 1]
-        token_id = forced[0] if forced else _draw(ranked, self.origin.seed, position)
+        token_id = forced[0] if forced else _draw(ranked, self.origin.seed, place)
         width = request.sampling.top_logprobs
         return TokenStep(
             token_id=token_id,

@@ -11,8 +11,8 @@ import pytest
 
 from slackwater.errors import InvalidInputError, PolicyUnmetError
 from slackwater.ids import RequestId, Version
-from slackwater.rollout.completer import Completer
-from slackwater.rollout.evidence import Completion, Finish, PolicySpan, collect, kv_spans
+from slackwater.rollout.completer import Answer, Completer
+from slackwater.rollout.evidence import Completion, Finish, PolicySpan, TokenStep, collect, kv_spans
 from slackwater.rollout.request import CompletionRequest, PolicyConstraint, SamplingSpec
 from slackwater.testing.completer import TableCompleter
 
@@ -82,6 +82,17 @@ class CompleterTests:
         assert forced.token_ids == whole.token_ids
         assert forced.logprobs == pytest.approx(whole.logprobs)
 
+    @pytest.mark.parametrize("made", [1, 5])
+    async def test_an_answer_goes_on_from_its_tokens_under_its_seed(self, completer: Completer, made: int) -> None:
+        """Prompt and tokens so far as the prompt draw what would have been drawn: a lost replica's answer is saved."""
+        free = replace(REQUEST, sampling=replace(REQUEST.sampling, seed=None))
+        whole = await answer(completer, free)
+        rest = replace(REQUEST.sampling, seed=whole.origin.seed, max_tokens=6 - made)
+        prompt = (*REQUEST.prompt_ids, *whole.token_ids[:made])
+        last = await answer(completer, replace(REQUEST, prompt_ids=prompt, sampling=rest))
+        assert last.token_ids == whole.token_ids[made:]
+        assert last.logprobs == pytest.approx(whole.logprobs[made:])
+
     async def test_a_prompt_past_the_window_is_refused(self, completer: Completer) -> None:
         """Before any work."""
         with pytest.raises(InvalidInputError):
@@ -117,12 +128,46 @@ class CompleterTests:
         await under_way.aclose()
         assert under_way.finish is Finish.ABORT
 
+    @pytest.mark.parametrize("turns", [0, 1, 2, 5, 10, 20])
+    @pytest.mark.parametrize("streamed", [False, True])
+    async def test_a5_01_closing_an_answer_that_another_task_reads_ends_its_reading(
+        self, completer: Completer, *, streamed: bool, turns: int
+    ) -> None:
+        """Without an error, wherever it is; the tokens are the first ones of the whole."""
+        request = replace(REQUEST, sampling=replace(REQUEST.sampling, max_tokens=24), streamed=streamed)
+        whole = await answer(completer, request)
+        under_way = await completer.complete(request)
+        reading = asyncio.ensure_future(_read(under_way))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await under_way.aclose()
+        steps = await asyncio.wait_for(reading, 5)
+        assert steps == list(whole.steps[: len(steps)])
+        assert under_way.finish is (whole.finish if len(steps) == len(whole.steps) else Finish.ABORT)
+
+    async def test_reading_an_answer_that_was_closed_ends_at_once(self, completer: Completer) -> None:
+        """It has no token."""
+        under_way = await completer.complete(REQUEST)
+        await under_way.aclose()
+        assert await asyncio.wait_for(_read(under_way), 5) == []
+
     async def test_concurrent_answers_do_not_mix(self, completer: Completer) -> None:
         """Each gets what it gets alone."""
         asks = [replace(REQUEST, sampling=SamplingSpec(max_tokens=6, seed=seed)) for seed in range(12)]
         alone = [await answer(completer, ask) for ask in asks]
         together = await asyncio.gather(*(answer(completer, ask) for ask in asks))
         assert [one.token_ids for one in alone] == [one.token_ids for one in together]
+
+
+async def _read(under_way: Answer) -> list[TokenStep]:
+    return [step async for step in under_way]
+
+
+async def _one_waits(tables: Sequence[TableCompleter]) -> None:
+    waits = [asyncio.ensure_future(table.until_waiting(1)) for table in tables]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
 
 
 MIXED = (
@@ -174,6 +219,26 @@ class PassingOnTests:
             table.cut_after(tokens, finish)
         cut = await answer(completer, REQUEST)
         assert (len(cut.steps), cut.finish) == (tokens, finish)
+
+    @pytest.mark.parametrize("streamed", [False, True])
+    @pytest.mark.parametrize("tokens", [0, 3])
+    async def test_a5_01_an_answer_closed_while_it_waits_has_the_tokens_so_far(
+        self, completer: Completer, tables: Sequence[TableCompleter], *, streamed: bool, tokens: int
+    ) -> None:
+        """Held back or not; and whoever made them is free."""
+        whole = await answer(completer, REQUEST)
+        for table in tables:
+            table.hold(position=tokens)
+        under_way = await completer.complete(replace(REQUEST, streamed=streamed))
+        reading = asyncio.ensure_future(_read(under_way))
+        await asyncio.wait_for(_one_waits(tables), 5)
+        if tokens:  # they have come once those of a later answer have
+            await answer(completer, replace(REQUEST, sampling=replace(REQUEST.sampling, max_tokens=tokens)))
+        await under_way.aclose()
+        steps = await asyncio.wait_for(reading, 5)
+        assert (steps, under_way.finish) == (list(whole.steps[:tokens]), Finish.ABORT)
+        for table in tables:
+            await asyncio.wait_for(table.until_active(0), 5)
 
     async def test_a_request_for_kv_of_any_version_arrives(
         self, completer: Completer, tables: Sequence[TableCompleter]

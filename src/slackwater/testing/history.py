@@ -13,7 +13,8 @@ I2    no label before its version was committed; none that the request did not a
 I3    the versions of one boot fall only where an operator asked for an older one, or a spoilt one was taken back
 I4    a version has one state digest, for all readers, for ever
 I5    each accepted request ends exactly once, and gives no token after its end
-I6    what is reported of the tokens covers exactly the tokens, within what was asked for
+I6    what is reported of the tokens covers exactly the tokens, within what was asked for; another replica goes on only
+      where that is told, with its KV, in the same run and under the same seed
 I7    a request is accepted in state ``serving`` alone
 I8    KV is reused only of the version that samples the first token, or of any where the request takes it, and only
       where some prompt built it
@@ -376,8 +377,26 @@ def _misalignments(answer: Answered) -> Iterator[str]:
         yield f"ended as {steps[-1].finish} in its last token and as {finish} outside"
     if finish in (Finish.STOP, Finish.LENGTH) and not (steps and steps[-1].finish):
         yield f"ended as {finish} without a last token"
-    if len({(one.origin.replica, one.origin.boot, one.origin.seed) for one in answer.sampled}) > 1:
-        yield "names more than one origin"
+    yield from _misplaced(answer.sampled)
+
+
+def _misplaced(sampled: Sequence[Sampled]) -> Iterator[str]:
+    """Who sampled: who began, and then only those that tokens tell of. Reports may go on naming who began."""
+    known = {_named_as(one.origin) for one in sampled[:1]}
+    for index, one in enumerate(sampled):
+        moved = one.step.moved
+        if moved is not None:
+            before = sampled[0].origin
+            if not index or not one.step.kv or (moved.run, moved.seed) != (before.run, before.seed):
+                yield f"moved to {moved.replica} at token {index} without its KV, its run or its seed"
+            known.add(_named_as(moved))
+        if _named_as(one.origin) not in known:
+            yield "names more than one origin"
+            break
+
+
+def _named_as(origin: Origin) -> tuple[ReplicaId, BootId, int]:
+    return origin.replica, origin.boot, origin.seed
 
 
 def _covers(kv: Sequence[PolicySpan], rows: int) -> bool:

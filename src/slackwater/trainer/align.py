@@ -41,6 +41,8 @@ class LabelledAnswer:
     """Which version built the KV of all positions but the last; empty where that wasn't told."""
     prompt_version: Version | None = None
     """The version that built the prompt's KV before the first token; None where that isn't known."""
+    moved: bool = False
+    """Its replica was lost and another one went on with it."""
 
     def __post_init__(self) -> None:
         edges = [0, *(span.end for span in self.policy)]
@@ -111,6 +113,9 @@ class LabelCheck:
 class LeftOut(StrEnum):
     """Why a walk along the chain can't re-score an answer."""
 
+    MOVED = "moved"
+    """Another replica computed prompt and tokens so far in one piece, where the walk takes one token after the other:
+    the bits may differ."""
     FALLS = "versions_fall"
     """As over a rollback."""
     OTHER_KV = "kv_of_other_versions"
@@ -123,6 +128,8 @@ def replayed_as(answer: LabelledAnswer) -> InFlight | LeftOut:
     The spans tell of the last rows alone. So they explain each token if nothing was computed again, or if the only
     exchange computed everything again and the prompt had been of the first token's version.
     """
+    if answer.moved:
+        return LeftOut.MOVED
     if not answer.rises:
         return LeftOut.FALLS
     if not answer.kv or answer.kv == answer.kept_kv:

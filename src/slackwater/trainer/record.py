@@ -20,6 +20,8 @@ class AnswerRecord(msgspec.Struct, frozen=True):
     kv: list[tuple[int, int, int]] = []
     """``[version, start, end)`` over positions, as in `slackwater.trainer.samples.Sample.kv`; empty where not told."""
     prompt_version: int | None = None
+    replicas: list[tuple[str, str, int, int]] = []
+    """``[replica, boot, start, end)`` over the tokens; empty where not told."""
 
 
 def encode_record(record: AnswerRecord) -> str:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from slackwater.api.engine_data import PROVISIONAL, EngineData
 from slackwater.errors import CorruptError, UnsupportedError
 from slackwater.ids import BootId, ReplicaId, RunId, Version
-from slackwater.rollout.evidence import Finish, PolicySpan
+from slackwater.rollout.evidence import Finish, PolicySpan, ReplicaSpan
 
 Logprobs = npt.NDArray[np.float32]
 """Natural logs, one per completion token."""
@@ -34,6 +34,7 @@ class Sample:
     run: RunId
     """The lineage that the versions count in."""
     replica: ReplicaId
+    """Who began it."""
     boot: BootId
     seed: int
     prompt_version: Version | None = None
@@ -41,6 +42,8 @@ class Sample:
     kv: tuple[PolicySpan, ...] = ()
     """Which version built the KV that the answer ended with: positions of prompt and completion, but for the last.
     Empty where the server doesn't say, as older ones don't, and where the answer has no token."""
+    replicas: tuple[ReplicaSpan, ...] = ()
+    """Which replica sampled which tokens: several where one was lost and others went on. Empty as ``kv``."""
     provisional: bool = False
     """The bits of some token's version had not been compared with its manifest yet."""
     cached_tokens: int = 0
@@ -112,6 +115,7 @@ def _sample(choice: _Choice, prompt_ids: tuple[int, ...]) -> Sample:
     _check(choice.token_ids, data, len(logprobs), policy)
     if data.kv is not None and not _covers(kv, _rows(prompt_ids, choice.token_ids)):
         raise CorruptError("a choice's KV spans don't cover its prompt and tokens")
+    replicas = _replicas(data, len(choice.token_ids))
     text = choice.message.content if choice.message else choice.text
     return Sample(
         prompt_ids=prompt_ids,
@@ -126,6 +130,7 @@ def _sample(choice: _Choice, prompt_ids: tuple[int, ...]) -> Sample:
         seed=data.seed,
         prompt_version=data.prompt_version,
         kv=kv,
+        replicas=replicas,
         provisional=data.status.get("policy") == PROVISIONAL,
         cached_tokens=data.cached_tokens,
     )
@@ -135,11 +140,22 @@ def _spans(plain: Sequence[tuple[Version, int, int]]) -> tuple[PolicySpan, ...]:
     return tuple(PolicySpan(version=version, start=start, end=end) for version, start, end in plain)
 
 
+def _replicas(data: EngineData, num_tokens: int) -> tuple[ReplicaSpan, ...]:
+    told = data.replicas or ()
+    found = tuple(ReplicaSpan(replica=name, boot=boot, start=start, end=end) for name, boot, start, end in told)
+    begun = [(span.replica, span.boot) for span in found[:1]]
+    if data.replicas is not None and (
+        not _covers(found, num_tokens) or begun not in ([], [(data.replica, data.boot_id)])
+    ):
+        raise CorruptError("a choice's replica spans don't cover its tokens from who began it")
+    return found
+
+
 def _rows(prompt_ids: Sequence[int], token_ids: Sequence[int]) -> int:
     return len(prompt_ids) + len(token_ids) - 1 if token_ids else 0
 
 
-def _covers(spans: Sequence[PolicySpan], end: int) -> bool:
+def _covers(spans: Sequence[PolicySpan] | Sequence[ReplicaSpan], end: int) -> bool:
     """Whether spans are adjacent, none is empty, and they reach from 0 to ``end``."""
     edges = [0, *(span.end for span in spans)]
     gapless = [span.start for span in spans] == edges[:-1] and all(span.start < span.end for span in spans)

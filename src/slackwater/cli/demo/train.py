@@ -115,6 +115,7 @@ def _records(report: StepReport) -> list[AnswerRecord]:
             text=sample.text,
             kv=[(span.version, span.start, span.end) for span in sample.kv],
             prompt_version=sample.prompt_version,
+            replicas=[(span.replica, span.boot, span.start, span.end) for span in sample.replicas],
         )
         for group, rewards in zip(report.groups, report.rewards, strict=True)
         for sample, reward in zip(group, rewards, strict=True)
