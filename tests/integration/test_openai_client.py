@@ -175,6 +175,53 @@ async def test_a5_03_an_abort_is_the_last_events_finish(client: AsyncOpenAI, com
     assert reasons[-1] == "abort"
 
 
+async def abort(client: AsyncOpenAI, name: str) -> object:
+    return await client.post("/abort", body={"request_id": name}, cast_to=object)
+
+
+async def test_a5_01_an_aborted_request_is_a_partial_rollout(client: AsyncOpenAI, completer: TableCompleter) -> None:
+    completer.hold(position=2)
+    ask = asyncio.create_task(
+        client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": "x"}],
+            temperature=0,
+            logprobs=True,
+            n=2,
+            extra_body={"request_id": "job1", "return_token_ids": True},
+        )
+    )
+    await completer.until_waiting(2)
+    assert await abort(client, "job1") == {"request_id": "job1", "aborted": 2}
+    reply = await ask
+    assert reply.id == "chatcmpl-job1"
+    for choice in reply.choices:
+        assert (choice.message.content, str(choice.finish_reason)) == ("Hi", "abort")
+        assert choice.logprobs is not None
+        assert [entry.token for entry in choice.logprobs.content or []] == ["H", "i"]
+        assert (choice.model_extra or {})["token_ids"] == list(b"Hi")
+    with pytest.raises(openai.NotFoundError):
+        await abort(client, "job1")
+
+
+async def test_a5_03_an_aborted_stream_ends_as_any_other(client: AsyncOpenAI, completer: TableCompleter) -> None:
+    completer.hold(position=2)
+    stream = await client.completions.create(
+        model=MODEL, prompt="x", temperature=0, stream=True, extra_body={"request_id": "job1"}
+    )
+    await completer.until_waiting(1)
+    with pytest.raises(openai.ConflictError) as conflict:
+        await client.completions.create(model=MODEL, prompt="x", extra_body={"request_id": "job1"})
+    assert conflict.value.param == "request_id"
+    with pytest.raises(openai.BadRequestError):
+        await abort(client, "")
+    assert await abort(client, "job1") == {"request_id": "job1", "aborted": 1}
+    chunks = [chunk async for chunk in stream]
+    assert {chunk.id for chunk in chunks} == {"cmpl-job1"}
+    assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == "Hi"
+    assert [str(choice.finish_reason) for chunk in chunks for choice in chunk.choices][-1] == "abort"
+
+
 async def test_an_answer_that_an_exchange_ended_is_a_partial_rollout(
     client: AsyncOpenAI, completer: TableCompleter
 ) -> None:

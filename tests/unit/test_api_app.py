@@ -78,7 +78,7 @@ async def events(session: aiohttp.ClientSession, path: str, body: dict[str, obje
 
 
 async def test_a8_01_every_path_is_shut_without_its_key(session: aiohttp.ClientSession) -> None:
-    inference = ["/v1/chat/completions", "/v1/completions", "/v1/generate", "/v1/models"]
+    inference = ["/v1/chat/completions", "/v1/completions", "/v1/generate", "/v1/abort", "/v1/models"]
     controls = ["/control/v1/target", "/v1/hot-loads", "/no/such", "/v1/models/", "/", "/health/x"]
     for path in [*inference, *controls]:
         right, wrong = (KEYS.inference, KEYS.control) if path in inference else (KEYS.control, KEYS.inference)
@@ -146,7 +146,9 @@ async def test_a5_09_a_prompt_that_cannot_fit_is_never_encoded(
 
 async def test_a5_09_the_window_cuts_an_answer_and_refuses_a_prompt(session: aiohttp.ClientSession) -> None:
     fits, full = list(range(1, 245)), list(range(1, 258))
-    status, reply = await post(session, "/v1/completions", {"prompt": fits, "max_tokens": 400, "return_token_ids": True})
+    status, reply = await post(
+        session, "/v1/completions", {"prompt": fits, "max_tokens": 400, "return_token_ids": True}
+    )
     choice = reply["choices"][0]
     assert (status, len(choice["token_ids"]), choice["finish_reason"]) == (200, 256 - 244, "length")
     status, reply = await post(session, "/v1/completions", {"prompt": full[:256]})

@@ -2,8 +2,9 @@
 
 import asyncio
 import uuid
-from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -13,13 +14,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from slackwater.api.asking import Wanted, chat_wanted, check_model, requests, text_wanted
+from slackwater.api.asking import Wanted, chat_wanted, check_model, check_request_id, requests, text_wanted
 from slackwater.api.auth import KeyGate, Keys
 from slackwater.api.choices import Exchange, stream, whole
+from slackwater.api.live import Live
 from slackwater.api.reading import Reading
-from slackwater.api.replies import ModelCard, ModelList
+from slackwater.api.replies import Aborted, ModelCard, ModelList, Reply
 from slackwater.api.respond import CLIENT_GONE, HANDLERS, json_reply, read_body
-from slackwater.api.schema import Sampled, read_chat, read_text
+from slackwater.api.schema import Sampled, read_abort, read_chat, read_text
 from slackwater.api.shapes import ChatShape, Shape, TextShape
 from slackwater.api.stream import NDJSON, SSE, Outlet, StreamedReply, line, until_disconnect
 from slackwater.api.wire import decode_request, lines
@@ -61,6 +63,7 @@ def create_app(
         Route("/v1/chat/completions", service.chat, methods=["POST"]),
         Route("/v1/completions", service.text, methods=["POST"]),
         Route("/v1/generate", service.generate, methods=["POST"]),
+        Route("/v1/abort", service.abort, methods=["POST"]),
         Route("/v1/models", service.models),
         Route("/health", service.health),
     ]
@@ -72,6 +75,17 @@ def create_app(
     )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Asked:
+    """A body that passed its checks."""
+
+    body: Sampled
+    wanted: Wanted
+    shape: Shape
+    prompt: Callable[[], Awaitable[tuple[int, ...]]]
+    """Makes the prompt's ids."""
+
+
 class _Service:
     def __init__(self, completer: Completer, tokenizer: "ChatTokenizer", model: str, clock: Clock) -> None:
         self._completer = completer
@@ -79,6 +93,7 @@ class _Service:
         self._model = model
         self._clock = clock
         self._since = int(clock.wall())
+        self._live = Live()
 
     async def chat(self, request: Request) -> Response:
         """``POST /v1/chat/completions``."""
@@ -86,41 +101,59 @@ class _Service:
         wanted = chat_wanted(body)
         messages = [message.plain() for message in body.messages]
         check_model(body.model, self._model)
-        prompt_ids = await asyncio.to_thread(self._tokenizer.render, messages, window=self._completer.window())
-        return await self._answer(request, body, wanted, prompt_ids, ChatShape(self._tokenizer.table, wanted))
+        shape = ChatShape(self._tokenizer.table, wanted)
+        asked = _Asked(body=body, wanted=wanted, shape=shape, prompt=partial(self._rendered, messages))
+        return await self._answer(request, asked)
 
     async def text(self, request: Request) -> Response:
         """``POST /v1/completions``."""
         body = read_text(await read_body(request))
         wanted = text_wanted(body)
         check_model(body.model, self._model)
-        ids = await self._prompt_ids(body.prompt)
-        return await self._answer(request, body, wanted, ids, TextShape(self._tokenizer.table, wanted))
+        shape = TextShape(self._tokenizer.table, wanted)
+        asked = _Asked(body=body, wanted=wanted, shape=shape, prompt=partial(self._encoded, body.prompt))
+        return await self._answer(request, asked)
 
-    async def _prompt_ids(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
+    async def _rendered(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+        return await asyncio.to_thread(self._tokenizer.render, messages, window=self._completer.window())
+
+    async def _encoded(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
         if not isinstance(prompt, str):
             return prompt
         return await asyncio.to_thread(self._tokenizer.encode, prompt, window=self._completer.window())
 
-    async def _answer(
-        self, request: Request, body: Sampled, wanted: Wanted, prompt_ids: tuple[int, ...], shape: Shape
-    ) -> Response:
-        name = uuid.uuid4().hex
-        window = self._completer.window()
-        asks = requests(body, wanted, prompt_ids, window=window, request_id=name, model=self._model)
-        exchange = Exchange(
-            completer=self._completer,
-            readings=[Reading(index, ask, self._tokenizer.stream(wanted.stops)) for index, ask in enumerate(asks)],
-            shape=shape,
-            wanted=wanted,
-            reply_id=f"{shape.prefix}-{name}",
-            created=int(self._clock.wall()),
-            model=self._model,
-        )
-        if wanted.stream:
-            return StreamedReply(partial(stream, exchange), SSE)
-        reply = await until_disconnect(request.receive, whole(exchange))
+    async def _answer(self, request: Request, asked: _Asked) -> Response:
+        if asked.wanted.stream:
+            return StreamedReply(partial(self._streamed, asked), SSE)
+        reply = await until_disconnect(request.receive, self._whole(asked))
         return Response(status_code=CLIENT_GONE) if reply is None else json_reply(reply)
+
+    async def _streamed(self, asked: _Asked, outlet: Outlet) -> None:
+        async with self._under_way(asked) as exchange:
+            await stream(exchange, outlet)
+
+    async def _whole(self, asked: _Asked) -> Reply:
+        async with self._under_way(asked) as exchange:
+            return await whole(exchange)
+
+    @asynccontextmanager
+    async def _under_way(self, asked: _Asked) -> AsyncGenerator[Exchange]:
+        body, wanted, fresh = asked.body, asked.wanted, uuid.uuid4().hex
+        name = body.request_id or fresh
+        # Callers of several gateways may choose one name; what replicas and logs see is unique.
+        unique = f"{body.request_id}:{fresh}" if body.request_id else fresh
+        with self._live.entered(name, self._completer, choices=body.n or 1) as completer:
+            ids = await asked.prompt()
+            asks = requests(body, wanted, ids, window=completer.window(), request_id=unique, model=self._model)
+            yield Exchange(
+                completer=completer,
+                readings=[Reading(index, ask, self._tokenizer.stream(wanted.stops)) for index, ask in enumerate(asks)],
+                shape=asked.shape,
+                wanted=wanted,
+                reply_id=f"{asked.shape.prefix}-{name}",
+                created=int(self._clock.wall()),
+                model=self._model,
+            )
 
     async def generate(self, request: Request) -> Response:
         """``POST /v1/generate``."""
@@ -129,12 +162,19 @@ class _Service:
         return StreamedReply(partial(self._generate, ask), NDJSON)
 
     async def _generate(self, ask: CompletionRequest, outlet: Outlet) -> None:
-        answer = await self._completer.complete(ask)
-        try:
-            async for item in lines(answer):
-                await outlet.write(line(item))
-        finally:
-            await answer.aclose()
+        # A router asks again while the connection that it lost may still be open here: the name is shared.
+        with self._live.entered(ask.request_id, self._completer, shared=True) as completer:
+            answer = await completer.complete(ask)
+            try:
+                async for item in lines(answer):
+                    await outlet.write(line(item))
+            finally:
+                await answer.aclose()
+
+    async def abort(self, request: Request) -> Response:
+        """``POST /v1/abort``."""
+        name = check_request_id(read_abort(await read_body(request)).request_id)
+        return json_reply(Aborted(request_id=name, aborted=await self._live.abort(name)))
 
     async def models(self, request: Request) -> Response:
         """``GET /v1/models``."""

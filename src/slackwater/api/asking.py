@@ -1,5 +1,6 @@
 """From a body to requests: defaults, bounds and what the caller wants to see of the evidence. Pure."""
 
+import re
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -23,6 +24,7 @@ MAX_STOP_CHARACTERS: Final = 256
 """Longest stop string."""
 MAX_MESSAGES: Final = 10_000
 """Most messages of one conversation."""
+_REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +63,8 @@ def text_wanted(body: TextBody) -> Wanted:
 def _wanted(body: Sampled, *, logprobs: bool, top: int) -> Wanted:
     body.refuse()
     _within("n", _or(body.n, 1), MAX_CHOICES)
+    if body.request_id is not None:
+        check_request_id(body.request_id)
     return Wanted(
         stops=_stops(body.stop),
         stream=bool(body.stream),
@@ -76,6 +80,19 @@ def check_model(asked: str, served: str) -> None:
     """Raises NotFoundError unless ``asked`` is empty or the model that is served."""
     if asked not in ("", served):
         raise NotFoundError(f"model {asked[:80]!r} isn't served here", hint=f"this server has {served!r}")
+
+
+def check_request_id(text: str) -> str:
+    """Give a caller's name for a request back.
+
+    Raises:
+        InvalidInputError: It is empty, too long, or has other characters.
+    """
+    if not _REQUEST_ID.fullmatch(text):
+        raise InvalidInputError(
+            f"request_id {text[:80]!r} is no name", hint="use 1 to 128 letters, digits, '.', '_', ':' and '-'"
+        )
+    return text
 
 
 def requests(

@@ -16,7 +16,7 @@ from slackwater.errors import AuthError, InvalidInputError
 OPEN_PATHS: Final = frozenset({"/health"})
 """Answered without a key."""
 INFERENCE_PATHS: Final = frozenset(
-    {"/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/generate", "/v1/replicas"}
+    {"/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/generate", "/v1/abort", "/v1/replicas"}
 )
 """What the inference key opens. Every other path, existing or not, needs the control key."""
 

@@ -26,6 +26,7 @@ STATUS: Final = MappingProxyType(
         "overloaded": HTTPStatus.SERVICE_UNAVAILABLE,
         "corrupt": HTTPStatus.INTERNAL_SERVER_ERROR,
         "swap": HTTPStatus.INTERNAL_SERVER_ERROR,
+        "spoilt": HTTPStatus.INTERNAL_SERVER_ERROR,
         "canary": HTTPStatus.INTERNAL_SERVER_ERROR,
         "internal": HTTPStatus.INTERNAL_SERVER_ERROR,
         "error": HTTPStatus.INTERNAL_SERVER_ERROR,

@@ -119,6 +119,14 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     """On request; in a stream, of its first chunk alone."""
 
 
+class Aborted(msgspec.Struct, frozen=True, kw_only=True):
+    """``POST /v1/abort``."""
+
+    request_id: str
+    aborted: int
+    """Choices that this call ended."""
+
+
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """One model."""
 

@@ -120,6 +120,8 @@ class Sampled(Refused, frozen=True, kw_only=True):
 
     model: str = ""
     """Empty: the model that is served."""
+    request_id: str | None = None
+    """The caller's name for the request, for as long as it is under way."""
     n: int | None = None
     max_tokens: int | None = None
     temperature: float | None = None
@@ -154,11 +156,18 @@ class TextBody(Sampled, frozen=True, kw_only=True):
     """None: no log-probabilities; 0: those of the sampled tokens; more: alternatives too."""
 
 
+class AbortBody(msgspec.Struct, frozen=True, kw_only=True):
+    """``POST /v1/abort``."""
+
+    request_id: str = ""
+
+
 FIELDS: Final = frozenset((*ChatBody.__struct_fields__, *TextBody.__struct_fields__))
 """Every field of a request that has a meaning here."""
 
 _CHAT: Final = msgspec.json.Decoder(ChatBody)
 _TEXT: Final = msgspec.json.Decoder(TextBody)
+_ABORT: Final = msgspec.json.Decoder(AbortBody)
 
 
 def read_chat(body: bytes) -> ChatBody:
@@ -175,7 +184,12 @@ def read_text(body: bytes) -> TextBody:
     return _read(_TEXT, body)
 
 
-_Body = TypeVar("_Body", bound=Sampled)
+def read_abort(body: bytes) -> AbortBody:
+    """As `read_chat`."""
+    return _read(_ABORT, body)
+
+
+_Body = TypeVar("_Body", bound=msgspec.Struct)
 
 
 def _read(decoder: msgspec.json.Decoder[_Body], body: bytes) -> _Body:

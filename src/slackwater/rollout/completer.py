@@ -11,7 +11,7 @@ class Answer(Protocol):
     """One answer under way.
 
     Iterate to receive tokens; call ``aclose`` in a ``finally`` whatever happens: it aborts an answer that has
-    not ended, frees its slot and its reservation, and may be called twice.
+    not ended, frees its slot and its reservation, and may be called twice. Another task may call it while one reads.
     """
 
     @property
@@ -21,7 +21,10 @@ class Answer(Protocol):
 
     @property
     def finish(self) -> Finish | None:
-        """How it ended; None until then. Set even where no last token carries it, as after an abort."""
+        """How it ended; None until then. Set even where no last token carries it, as after an abort.
+
+        An answer that begins again elsewhere hasn't ended.
+        """
         ...
 
     def __aiter__(self) -> AsyncIterator[TokenStep]:
@@ -34,7 +37,11 @@ class Answer(Protocol):
         ...
 
     async def aclose(self) -> None:
-        """Abort if it hasn't ended; release everything it holds. Idempotent, never raises."""
+        """Abort if it hasn't ended; release everything it holds. Idempotent, never raises.
+
+        An iteration under way in another task receives what had come by now, held back or not, and ends without an
+        error, whatever it was waiting for; so does one that begins later.
+        """
         ...
 
 
