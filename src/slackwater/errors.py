@@ -132,7 +132,7 @@ class UnavailableError(SlackwaterError):
 
 
 class ReplicaLostError(UnavailableError):
-    """The replica that served the request is gone; nothing of its answer is left."""
+    """The replica that served the request is gone, and no other could go on with its answer."""
 
     kind = "replica_lost"
 

@@ -126,6 +126,24 @@ async def test_a_newer_target_ends_a_drain_and_those_who_wait_get_their_turn(ope
     assert rig.replica.status().swap_mode is InFlight.CONTINUE
 
 
+async def test_a_target_that_moves_as_a_drain_ends_leaves_nobody_waiting(
+    opened: OpenRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = await opened().start()
+    drain = rig.engine.drain
+
+    async def drained_as_the_target_moves() -> None:
+        await drain()
+        await rig.replica.set_target(Version(0))
+
+    monkeypatch.setattr(rig.engine, "drain", drained_as_the_target_moves)
+    rig.publish()
+    await rig.replica.set_target(Version(1), InFlight.DRAIN)
+    assert (await rig.replica.settled()).version == 0
+    answer = await whole(await rig.replica.complete(request(2)))
+    assert [step.version for step in answer.steps] == [0, 0]
+
+
 async def test_an_exact_version_is_served_whole_by_a_drain(opened: OpenRig) -> None:
     rig = await opened(in_flight=InFlight.DRAIN).start()
     exact = PolicyConstraint(exact_version=Version(0))

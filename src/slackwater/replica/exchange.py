@@ -284,6 +284,7 @@ class Exchange:
         finally:
             drain.cancel()
             await asyncio.gather(drain, return_exceptions=True)
+            self._engine.proceed()  # one that had ended holds answers back too, and perhaps there was no commit
 
     async def _commit(self, ready: _Ready, in_flight: InFlight) -> CommitReport:
         version, strict = ready.made.version, self._limits.strict

@@ -31,7 +31,7 @@ class Answer(Protocol):
         """Tokens in order, each once. Ends after the step with ``finish`` set, or after an abort.
 
         Raises:
-            ReplicaLostError: The replica is gone and the answer can't be begun again.
+            ReplicaLostError: The replica is gone, and no other can go on with the answer.
             CorruptError: The replica's answer broke the protocol.
         """
         ...

@@ -205,7 +205,12 @@ class RemoteAnswer:
 
     async def __aiter__(self) -> AsyncIterator[TokenStep]:
         while self.finish is None:
-            step = await self._take(await self._line())
+            try:
+                step = await self._take(await self._line())
+            except ReplicaLostError:
+                if self.finish is not None:  # closed by another task while this one read
+                    return
+                raise
             if step is None:
                 continue
             if step.finish is not None:
