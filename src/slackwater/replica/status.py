@@ -43,29 +43,29 @@ class LastError:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SwapReport:
-    """One exchange that succeeded. Times are seconds of the replica's clock."""
+    """One exchange that succeeded. Times are seconds of the replica's clock; a roll-back prepares nothing."""
 
     version: Version
     from_version: Version
     kind: Literal["delta", "anchor", "rollback"]
-    deltas: int
+    deltas: int = 0
     """How many deltas on the version before it took at once; 0 for an anchor and a roll-back."""
-    fetch_s: float
+    fetch_s: float = 0.0
     """Waiting for the versions' bytes, digests checked."""
-    decode_s: float
+    decode_s: float = 0.0
     """Making writes of them, old and new bits checked."""
-    stage_s: float
+    stage_s: float = 0.0
     """Handing these to the engine."""
-    prepare_s: float
+    prepare_s: float = 0.0
     """All of that, while the old version served."""
-    drain_s: float
+    drain_s: float = 0.0
     """Waiting for answers to end, while those that came later waited; 0 in other modes than ``drain``."""
     pause_s: float
     """No token was made in it; measured by the engine between its two steps."""
     verify_s: float
     """Reading back and comparing, and the canary: while the new version served provisionally. Where the bits are proven
     before it serves, that part is in ``pause_s``."""
-    bytes_fetched: int
+    bytes_fetched: int = 0
     """Bytes of the versions' objects, cached or not."""
     bytes_written: int
     tiles: int
