@@ -2,14 +2,11 @@
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from slackwater.checkpoint.manifest import Manifest
-from slackwater.checkpoint.outline import Outline
 from slackwater.clock import Clock
 from slackwater.config.in_flight import InFlight
 from slackwater.errors import (
@@ -26,14 +23,14 @@ from slackwater.ids import BootId, ReplicaId, RunId, StateDigest, Version
 from slackwater.replica.boot import OpenEngine, await_head, boot, check_committed
 from slackwater.replica.ceiling import Ceiling
 from slackwater.replica.exchange import Exchange
-from slackwater.replica.extent import fitting
+from slackwater.replica.journey import Journey
 from slackwater.replica.limits import ExchangeLimits
 from slackwater.replica.marked import MarkedAnswer
 from slackwater.replica.race import first
 from slackwater.replica.route import Route
 from slackwater.replica.scrub import scrub
 from slackwater.replica.source import HeadWatch, VersionSource
-from slackwater.replica.status import LastError, Mode, ReplicaStatus, State, SwapReport
+from slackwater.replica.status import LastError, Mode, ReplicaStatus, State
 from slackwater.replica.swap import Stage
 from slackwater.rollout.completer import Answer
 from slackwater.rollout.request import CompletionRequest
@@ -96,14 +93,13 @@ class Replica:
         self._in_flight = options.in_flight
         self._engine: Engine | None = None
         self._exchange: Exchange | None = None
+        self._journey: Journey | None = None
         self._head: Version | None = None
         self._target: Version | None = None
         self._error: LastError | None = None
         self._failures = 0
         self._calls = 0
-        self._singly = False
         self._waiting = False
-        self._swaps: deque[SwapReport] = deque(maxlen=options.reports)
         self._changed = asyncio.Event()
         self._settled = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -217,7 +213,7 @@ class Replica:
             in_flight=self._under_way(),
             waiting=self._waiting,
             last_error=self._error,
-            swaps=tuple(self._swaps),
+            swaps=() if self._journey is None else self._journey.swaps,
         )
 
     async def weights_digest(self) -> tuple[Version, StateDigest]:
@@ -285,8 +281,9 @@ class Replica:
                 self._ceiling = self._ceiling.without(anchor.version, target)
             raise
         self._engine = booted.engine
-        self._exchange = Exchange(booted, self._source, self._clock, limits, self._in_flight)
-        return self._exchange
+        self._exchange = exchange = Exchange(booted, self._source, self._clock, limits, self._in_flight)
+        self._journey = Journey(exchange, self._route, limits, self._options.reports)
+        return exchange
 
     async def _resolve(self, goal: Version | Literal["head"]) -> Version:
         self._head = await asyncio.to_thread(self._source.head, self._head)
@@ -317,6 +314,9 @@ class Replica:
             self._settled.clear()
         self._changed.set()
 
+    def _aimed(self) -> Version:
+        return _needed(self._target)
+
     async def _drive(self) -> None:
         """Step towards the target for as long as the replica can serve."""
         while self.state is State.SERVING:
@@ -326,7 +326,7 @@ class Replica:
                 await self._changed.wait()
                 continue
             try:
-                await self._step()
+                await _needed(self._journey).step(self._aimed)
             except SlackwaterError as error:
                 self._failed(error)
                 await self._pause(error)
@@ -337,46 +337,20 @@ class Replica:
         """Go to the goal before anybody is served. Where it is the head, one that is refused is the one below."""
         head = await self._resolve(goal)
         self._move_target(self._ceiling.under(head) if goal == "head" else head)
-        while _needed(self._exchange).swap.version != self._target:
+        exchange, journey = _needed(self._exchange), _needed(self._journey)
+        while exchange.swap.version != self._target:
             try:
-                await self._step()
+                await journey.step(self._aimed)
             except CanaryError as error:
+                refused = _needed(journey.refused)
+                self._ceiling = self._ceiling.without(refused, refused)
                 if goal != "head":
                     raise
                 self._failed(error)
                 self._move_target(self._ceiling.under(head))
 
-    async def _step(self) -> None:
-        """One exchange towards the target: an anchor, or all the deltas that fit into one."""
-        exchange, target = _needed(self._exchange), _needed(self._target)
-        if target == exchange.swap.previous:
-            self._swaps.append(await exchange.roll_back())
-            return
-        chain = await asyncio.to_thread(self._next, exchange.swap.version, target, exchange.table.outline)
-        if target != self._target:
-            return
-        try:
-            report = await exchange.move_to(chain)
-        except SlackwaterError as error:
-            self._route.detour(chain[0].version, error)
-            # What took the engine too long, or more than it has, may go in smaller steps.
-            off = isinstance(error, CanaryError)
-            self._singly = self._singly or (isinstance(error, SwapError) and not off)
-            if off:
-                self._ceiling = self._ceiling.without(chain[-1].version, chain[-1].version)
-            raise
-        if report is not None:
-            self._route.trust()
-            self._swaps.append(report)
-            _log.info("version %d is in place, from %d", report.version, report.from_version)
-
-    def _next(self, held: Version, target: Version, outline: Outline) -> tuple[Manifest, ...]:
-        limits = self._options.exchange
-        most = 1 if self._singly else limits.max_deltas
-        return fitting(self._route.next(held, target, most), outline, limits.max_bytes)
-
     def _reached(self) -> None:
-        self._singly = False
+        _needed(self._journey).arrived()
         self._error, self._failures = None, 0
         self._settled.set()
 
