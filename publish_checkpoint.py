@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slackwater.bucket.open import open_bucket
+from slackwater.cli.canary import read_canary
 from slackwater.errors import SlackwaterError
 from slackwater.publish.key_files import read_signer
 from slackwater.publish.publisher import Publisher
@@ -28,6 +29,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--step", type=int, default=0, help="the trainer's step, for people")
     parser.add_argument("--anchor", action="store_true", help="publish the whole folder, where a delta would do")
     parser.add_argument("--files", type=Path, help="take config and tokenizer from this folder: the run's first one")
+    parser.add_argument("--canary", type=Path, help="a JSON file with what replicas have to compute with these weights")
     parser.add_argument("--level", choices=["fast", "wan"], default="fast", help="wan: fewer bytes, more work")
     parser.add_argument("--baseline-dir", type=Path, help="keep the last version here, to read none from the bucket")
     parser.add_argument("--sign-with", type=Path, help="an Ed25519 private key in PEM, which signs the version")
@@ -43,12 +45,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _arguments(argv)
     try:
         signer = None if options.sign_with is None else read_signer(options.sign_with)
+        canary = None if options.canary is None else read_canary(options.canary, options.files or options.folder)
         bucket = open_bucket(options.bucket, create=True)
         with Publisher(
             bucket, options.run, level=options.level, baseline_dir=options.baseline_dir, signer=signer
         ) as publisher:
             published = publisher.publish(
-                FolderSource(options.folder), step=options.step, folder_files=options.files, anchor=options.anchor
+                FolderSource(options.folder),
+                step=options.step,
+                folder_files=options.files,
+                anchor=options.anchor,
+                canary=canary,
             )
     except SlackwaterError as error:
         sys.stderr.write(f"{error}\n")

@@ -350,7 +350,7 @@ def check_canary(canary: Any) -> None:
         must(all(type(item) is int and 0 <= item < 1 << 31 for item in ids), "a canary's token id is out of bounds")
     must(type(canary["logprobs"]) is list, "a canary has no log-probabilities")
     logprobs: list[Any] = canary["logprobs"]
-    tolerance: Any = canary.get("tolerance", 0.05)
+    tolerance: Any = canary.get("tolerance", 0.25)
     must(len(logprobs) == len(canary["tokens"]), "a token has no log-probability")
     for number in (*logprobs, tolerance):
         must(type(number) in {int, float} and abs(number) < LARGEST, "a canary's number isn't one")

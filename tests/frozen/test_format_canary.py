@@ -99,7 +99,7 @@ def test_what_the_page_admits_both_take_as_the_same_numbers(text: str) -> None:
     assert found is not None
     read = reader_v2.read_manifest(with_canary(text))["canary"]
     assert found.logprobs == tuple(map(float, read["logprobs"]))
-    assert found.tolerance == read.get("tolerance", 0.05)
+    assert found.tolerance == read.get("tolerance", 0.25)
 
 
 @pytest.mark.parametrize("text", BAD, ids=range(len(BAD)))

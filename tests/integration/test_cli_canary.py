@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +24,15 @@ CANARY = Canary(prompt=(1, 2, 3), tokens=(4, 5), logprobs=(-0.25, -3.0), toleran
 
 
 def slackwater(*words: Path | str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "slackwater.cli.main", *map(str, words)]
+    return ended("-m", "slackwater.cli.main", *words)
+
+
+def script(*words: Path | str) -> subprocess.CompletedProcess[str]:
+    return ended(SOURCE.parent / "publish_checkpoint.py", *words)
+
+
+def ended(*words: Path | str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *map(str, words)]
     environment = {**os.environ, "PYTHONPATH": str(SOURCE), "TERM": "dumb", "COLUMNS": "120"}
     return subprocess.run(command, check=False, capture_output=True, text=True, env=environment, timeout=100)
 
@@ -91,12 +100,33 @@ def test_a_bad_file_is_told_in_one_line_and_nothing_is_written(states: list[Path
     assert not bucket.exists()
 
 
+def test_an_id_outside_of_the_models_vocabulary_is_told_in_one_line_and_nothing_is_written(
+    states: list[Path], file: Path, tmp_path: Path
+) -> None:
+    model = shutil.copytree(states[0], tmp_path / "model")
+    (model / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "vocab_size": 5}')
+    bucket = tmp_path / "bucket"
+    words = (model, "--bucket", bucket, "--run", RUN, "--canary", file)
+    for done in (slackwater("publish", *words), script(*words)):
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+        assert f"{file} isn't for this model: canary.tokens: number 1 is token id 5" in done.stderr
+        assert f"{model / 'config.json'} has vocab_size 5" in done.stderr
+        assert not bucket.exists()
+    assert slackwater("publish", *words, "--files", states[0]).returncode == 0
+
+
+def test_the_one_file_publishes_a_canary_too(states: list[Path], file: Path, tmp_path: Path) -> None:
+    done = script(states[0], "--bucket", tmp_path / "bucket", "--run", RUN, "--canary", file)
+    assert done.returncode == 0, done.stderr
+    assert read_manifest(LocalBucket(tmp_path / "bucket"), RUN, Version(0)).canary == CANARY
+
+
 # The file
 
 
 def test_a_file_without_a_tolerance_has_the_usual_one(file: Path) -> None:
     file.write_text(json.dumps({name: GOOD[name] for name in GOOD if name != "tolerance"}))
-    assert read_canary(file).tolerance == 0.05
+    assert read_canary(file).tolerance == 0.25
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,21 @@ import re
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM
 from typer.main import get_command
 
 from slackwater import errors
 from slackwater.cli.main import app
+from slackwater.clock import SystemClock
+from slackwater.engine.torch.engine import TorchEngine
+from slackwater.ids import BootId, ReplicaId, RunId, Version
+from slackwater.publish.lineage import read_manifest
+from slackwater.publish.publisher import Publisher
+from slackwater.replica.canary import canary_off
+from slackwater.testing.bucket import MemoryBucket
+from slackwater.testing.tiny_model import write_tiny_model
+from slackwater.weights.source import FolderSource
+from slackwater.weights.state_dict import StateDictSource
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -69,3 +80,29 @@ def test_every_goal_of_the_makefile_that_the_docs_name_exists() -> None:
 def test_decisions_are_numbered_without_gaps() -> None:
     numbers = sorted(int(path.name[:4]) for path in (ROOT / "docs" / "decisions").glob("*.md"))
     assert numbers == list(range(1, len(numbers) + 1))
+
+
+async def test_the_embedded_engine_meets_the_canary_that_the_page_on_checkpoints_makes(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "checkpoints.md").read_text("utf-8")
+    snippet = re.search(r"^## Canaries$.*?^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert snippet
+    folder, bucket, run = write_tiny_model(tmp_path / "model"), MemoryBucket(), RunId("run")
+    publisher = Publisher(bucket, run)
+    publisher.publish(FolderSource(folder), step=0)
+    names = {
+        "prompt": list(b"Once upon a time"),
+        "model": AutoModelForCausalLM.from_pretrained(folder, dtype="auto"),
+        "publisher": publisher,
+        "StateDictSource": StateDictSource,
+        "step": 1,
+    }
+    exec(snippet[1], names)  # it is the page that is tried
+    manifest = read_manifest(bucket, run, Version(1))
+    assert manifest.canary == names["canary"] is not None
+    engine = await TorchEngine.open(
+        folder, version=Version(1), run=run, replica=ReplicaId("r0"), boot=BootId("b"), slots=1
+    )
+    try:
+        assert await canary_off(engine, manifest, SystemClock(), 60) is None
+    finally:
+        await engine.close()

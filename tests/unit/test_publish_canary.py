@@ -1,5 +1,6 @@
 """Canaries in a bucket: committed with their version, covered by its signature, and no part of its state."""
 
+import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -149,6 +150,47 @@ def test_what_is_no_canary_is_refused_before_anything_is_sent(model: Path) -> No
                 publish(StateDictSource(weights()), step=0, folder_files=model, canary=slip)
         assert keys(bucket) == []
         assert publisher.publish(StateDictSource(weights()), step=0, folder_files=model).version == 0
+
+
+def with_vocabulary(model: Path, size: object) -> Path:
+    (model / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "vocab_size": size}))
+    return model
+
+
+@pytest.mark.parametrize("field", ["prompt", "tokens"])
+def test_an_id_that_the_model_does_not_have_is_refused_before_anything_is_sent(model: Path, field: str) -> None:
+    bucket, folder = MemoryBucket(), with_vocabulary(model, 64)
+    slip = msgspec.structs.replace(canary(1), **{field: (5, 64)})
+    with Publisher(bucket, RUN) as publisher:
+        for publish in (publisher.publish, publisher.publish_async):
+            with pytest.raises(InvalidInputError, match=rf"canary.{field}: number 1 is token id 64.* up to 63") as told:
+                publish(StateDictSource(weights()), step=0, folder_files=folder, canary=slip)
+            assert f"{folder / 'config.json'} has vocab_size 64" in told.value.message
+        assert keys(bucket) == []
+        last = msgspec.structs.replace(canary(1), **{field: (5, 63)})
+        assert publisher.publish(StateDictSource(weights()), step=0, folder_files=folder, canary=last).version == 0
+        with pytest.raises(InvalidInputError, match="token id 64"):
+            publisher.publish(StateDictSource(trained(weights(), 1)), step=1, folder_files=folder, canary=slip)
+    assert read_history(bucket, RUN)[-1].version == 0
+
+
+@pytest.mark.parametrize("size", [None, "64", 0, -1, True])
+def test_a_config_that_does_not_say_how_many_ids_there_are_bounds_none(model: Path, size: object) -> None:
+    bucket, wanted = MemoryBucket(), canary(2**31 - 1)
+    with Publisher(bucket, RUN) as publisher:
+        publisher.publish(
+            StateDictSource(weights()), step=0, folder_files=with_vocabulary(model, size), canary=wanted
+        )  # fmt: skip
+        publisher.publish(StateDictSource(trained(weights(), 1)), step=1, canary=wanted)
+    assert [canary_of(bucket, version) for version in range(2)] == [wanted, wanted]
+
+
+def test_an_id_that_rank_0s_model_does_not_have_fails_all_ranks_and_nothing_is_sent(model: Path) -> None:
+    bucket = MemoryBucket()
+    results = by_ranks(bucket, [weights()], with_vocabulary(model, 64), [[canary(64), None]])
+    assert [type(result) for result in results] == [InvalidInputError] * 2
+    assert all("token id 64" in str(result) for result in results)
+    assert keys(bucket) == []
 
 
 @pytest.mark.parametrize("anchor", [False, True])

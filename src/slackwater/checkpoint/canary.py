@@ -21,8 +21,8 @@ MAX_TOKENS: Final = 64
 MAX_TOLERANCE: Final = 100.0
 """Largest tolerance, in nats."""
 
-DEFAULT_TOLERANCE: Final = 0.05
-"""Nats."""
+DEFAULT_TOLERANCE: Final = 0.25
+"""Nats: what two roundings of a bf16 logit come to."""
 
 _MAX_ID: Final = 2**31 - 1
 
@@ -58,6 +58,22 @@ class Canary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         tolerance: object = self.tolerance
         if type(tolerance) is not float or not 0 < tolerance <= MAX_TOLERANCE:
             raise _refusal("tolerance", f"it is a float above 0 and at most {MAX_TOLERANCE}")
+
+
+def first_unknown(canary: Canary, vocabulary: int) -> str | None:
+    """Say which token id is the first that a model doesn't have; None: it has them all.
+
+    Args:
+        canary: Whose ids.
+        vocabulary: How many the model has, from 0.
+    """
+    for field, ids in (("prompt", canary.prompt), ("tokens", canary.tokens)):
+        for index, item in enumerate(ids):
+            if item >= vocabulary:
+                return (
+                    f"canary.{field}: number {index} is token id {item}, and the model has ids up to {vocabulary - 1}"
+                )
+    return None
 
 
 def first_off(canary: Canary, found: Sequence[float]) -> str | None:

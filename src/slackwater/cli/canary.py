@@ -8,29 +8,37 @@ import msgspec
 from slackwater.checkpoint.canary import Canary
 from slackwater.cli.text import counted
 from slackwater.errors import AuthError, InvalidInputError
+from slackwater.publish.model_files import fitting_canary
 
 _MAX_BYTES: Final = 65_536
 """Of the file: several times what the longest canary takes."""
 
 
-def read_canary(path: Path) -> Canary:
+def read_canary(path: Path, model: Path | None = None) -> Canary:
     """Read a canary from a JSON file: one object with the members that a manifest's has.
 
     Args:
         path: The file. Without ``tolerance`` it has the usual one.
+        model: A folder whose config tells which token ids there are; None takes all.
 
     Raises:
-        InvalidInputError: There is no such file, or it is too large or no canary; the message names the member.
+        InvalidInputError: There is no such file, or it is too large or no canary, or it has an id that the model
+            doesn't; the message names the member.
         AuthError: It may not be read.
     """
     body = _read(path)
     try:
-        return msgspec.json.decode(body, type=Canary)
+        canary = msgspec.json.decode(body, type=Canary)
     except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
         raise InvalidInputError(
             f"{path} is no canary: {error}",
             hint='write {"prompt": [ids], "tokens": [ids], "logprobs": [nats], "tolerance": nats}',
         ) from error
+    try:
+        fitting_canary(canary, model)
+    except InvalidInputError as error:
+        raise InvalidInputError(f"{path} isn't for this model: {error.message}", hint=error.hint) from error
+    return canary
 
 
 def canary_text(canary: Canary) -> str:

@@ -84,7 +84,7 @@ def publish_folder(
         CorruptError: The run is damaged, or no trusted key signed it.
     """
     source, signer = FolderSource(folder), signer_of(settings.sign_with, settings.trust)
-    canary = None if settings.canary is None else read_canary(settings.canary)
+    canary = None if settings.canary is None else read_canary(settings.canary, settings.files or folder)
     name = run_id(run)
     bucket = open_trusted(bucket_url, settings.trust, create=True)
     if not partial and not anchor:  # an anchor that lacks some is refused anyway

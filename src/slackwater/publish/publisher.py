@@ -29,10 +29,9 @@ from slackwater.publish.draft import DeltaDraft, Draft, Label
 from slackwater.publish.folding import Folding
 from slackwater.publish.hint import HintWriter
 from slackwater.publish.mapped import MappedStore
-from slackwater.publish.model_files import folder_of, read_model_files
+from slackwater.publish.model_files import fitting_canary, folder_of, read_model_files
 from slackwater.publish.plan import (
     Anchors,
-    check_canary,
     check_config,
     check_fits,
     check_side_files,
@@ -243,7 +242,8 @@ class Publisher:
             canary: What replicas have to compute with these weights.
 
         Raises:
-            InvalidInputError: The source doesn't fit the lineage, or was written meanwhile.
+            InvalidInputError: The source doesn't fit the lineage, or was written meanwhile; or the canary has a token
+                id that the folder's config doesn't.
             ConflictError: The bucket was set back under this publisher: nothing is committed.
             UnsupportedError: The store ignores create-if-absent; a first version is committed all the same.
             LostRaceError: Another publisher committed this version; it stays so for this publisher.
@@ -419,7 +419,7 @@ def _wanted(
         source=source,
         step=check_step(step),
         folder=None if folder is None else Path(folder),
-        canary=check_canary(canary),
+        canary=fitting_canary(canary, folder_of(source, folder)),
         is_anchor=is_anchor,
         room=room,
     )

@@ -6,10 +6,11 @@ commits, and all of them raise.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -39,9 +40,9 @@ from slackwater.publish.gather import Gathering, plan_gathers
 from slackwater.publish.hint import HintWriter
 from slackwater.publish.mapped import MappedStore
 from slackwater.publish.merge import check_shares, merge_anchors, merge_deltas
-from slackwater.publish.model_files import read_model_files
+from slackwater.publish.model_files import fitting_canary, folder_of, read_model_files
 from slackwater.publish.part import PartStore
-from slackwater.publish.plan import Anchors, check_canary, check_config, check_fits, check_step, decide
+from slackwater.publish.plan import Anchors, check_config, check_fits, check_step, decide
 from slackwater.publish.published import Published, report
 from slackwater.publish.rank_files import index_of, take_rank_image
 from slackwater.publish.restore import Restored, tip_before
@@ -261,7 +262,8 @@ class RankPublisher:
     ) -> _Started:
         """Agree on the version and read the source; what that fails of is kept, for the others wait to be told."""
         began = self._clock.monotonic()
-        turn = self._agree(step, canary, anchor=anchor)
+        fitting = partial(fitting_canary, canary, folder_of(source, folder_files))
+        turn = self._agree(step, fitting, anchor=anchor)
         with ExitStack() as interrupted:
             interrupted.callback(self._settle, Part(failure=STOPPED), None)
             try:
@@ -299,7 +301,7 @@ class RankPublisher:
         manifest, table = self._move(work, draft, body := bytes(outcome.manifest), source)
         return report(manifest, table, len(body), encode_s=encoded - started.began, upload_s=done - encoded)
 
-    def _agree(self, step: int, canary: Canary | None, *, anchor: bool) -> Turn:
+    def _agree(self, step: int, canary: Callable[[], Canary | None], *, anchor: bool) -> Turn:
         """What rank 0 knows of the chain, and wants."""
         propose = (lambda: self._propose(step, canary, anchor=anchor)) if self._rank == 0 else None
         turn = tell(self._exchange, Turn, propose)
@@ -307,8 +309,8 @@ class RankPublisher:
             raise turn.failure.error()
         return turn
 
-    def _propose(self, step: int, canary: Canary | None, *, anchor: bool) -> Turn:
-        number, checked = check_step(step), check_canary(canary)
+    def _propose(self, step: int, canary: Callable[[], Canary | None], *, anchor: bool) -> Turn:
+        number, checked = check_step(step), canary()
         created_at = datetime.fromtimestamp(self._clock.wall(), UTC).isoformat()
         head = self._baseline.find_head()
         return Turn(head=head, label=(number, created_at), canary=checked, anchor=anchor)
