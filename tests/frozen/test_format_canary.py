@@ -20,7 +20,7 @@ FROZEN = (
     '"tiles":{"number":[],"changed":[],"digests":"","sums":""},'
     '"canary":{"prompt":[1,0,2147483647],"tokens":[5,6,7,8],"logprobs":[-0.25,0.0,-0.1,-1e-7],"tolerance":0.05}}'
 )
-CANARY = Canary(prompt=(1, 0, 2**31 - 1), tokens=(5, 6, 7, 8), logprobs=(-0.25, 0.0, -0.1, -1e-7))
+CANARY = Canary(prompt=(1, 0, 2**31 - 1), tokens=(5, 6, 7, 8), logprobs=(-0.25, 0.0, -0.1, -1e-7), tolerance=0.05)
 HERE = Path(__file__).parent
 
 
