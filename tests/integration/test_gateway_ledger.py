@@ -57,3 +57,14 @@ def test_the_limits_of_hot_loads_are_those_of_its_options(tmp_path: Path) -> Non
         until(lambda: [state for _, state, _ in shown(made.url)] == ["failed"], "the deadline of 1 s has passed")
         (ended,) = call(f"{made.url}/v1/hot-loads").json["hot_loads"]
         assert [part["stage"] for part in ended["replicas"]] == ["unknown", "unknown"]
+
+
+def test_a_pin_of_what_is_not_committed_and_an_unknown_snapshot_name_the_newest_one(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model", seed=0)
+    run(tmp_path / "logs", "publish", str(model), "--bucket", str(tmp_path / "bucket"), "--run", "run")
+    made = gateway(tmp_path, free_port(), "--group", "eval=pinned:run/99:r0")
+    told = "there is no snapshot run/99 (the newest is run/0)"
+    with ending_all([made]):
+        missing = call(f"{made.url}/v1/hot-loads", body={"snapshot": "run/99"})
+        assert (missing.status, missing.json["error"]["message"]) == (404, told)
+        until(lambda: f"group eval is pinned to what isn't there: {told}" in made.stderr, "the pin is warned of")

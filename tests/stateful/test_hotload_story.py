@@ -58,7 +58,7 @@ SUBSETS = st.none() | st.lists(st.sampled_from(NAMES), min_size=1, max_size=3, u
 IN_FLIGHT = st.none() | st.sampled_from(InFlight)
 LOADS = st.builds(Load, VERSIONS, st.none() | st.sampled_from(["a", "b"]), SUBSETS, CANARIES, IN_FLIGHT)
 MODES = st.builds(SetMode, st.sampled_from(["train", "eval"]), st.sampled_from(list(Mode)), VERSIONS, IN_FLIGHT)
-EVENTS = ["reach", "reach", "fail", "restart", "silent", "heard", "gateway", "cancel", "wait"]
+EVENTS = ["reach", "reach", "commit", "fail", "restart", "silent", "heard", "gateway", "cancel", "wait"]
 HAPPENINGS = st.builds(Happens, st.sampled_from(EVENTS), st.integers(0, SIZE - 1), st.sampled_from([0.1, 1.0, 20.0]))
 
 
@@ -95,6 +95,8 @@ def happen(fleet: Fleet, event: Happens) -> None:
     match event.what:
         case "reach":
             target.reach()
+        case "commit":
+            target.change(stage="committing" if target.now.stage == "preparing" else target.now.stage)
         case "fail":
             target.fail("corrupt")
         case "restart":

@@ -65,6 +65,8 @@ class ScriptedTarget:
         self.change(swap_mode=in_flight or InFlight.CONTINUE)
         if goal == "head":
             self.change(mode="follow")
+        elif goal == "stay":
+            self._stay()
         elif goal != self.now.version or self.now.stage != "idle":
             self.change(target=goal, stage="preparing", waiting=False, last_error=None, mode="manual")
         else:
@@ -74,6 +76,13 @@ class ScriptedTarget:
     async def status(self) -> TargetStatus:
         await self._answer()
         return self.now
+
+    def _stay(self) -> None:
+        """What is being committed is gone on with; what is only prepared ends."""
+        committing = self.now.stage == "committing"
+        self.change(target=self.now.target if committing else self.now.version, mode="manual")
+        if not committing and not self.now.provisional:
+            self.change(stage="idle", waiting=False, last_error=None)
 
     def reach(self, **more: float) -> None:
         """Swap to the target, and tell where the time went."""
@@ -124,6 +133,9 @@ class ListedSnapshots:
 
     def chain(self) -> tuple[Snapshot, ...]:
         return tuple(self.find(Version(number)) for number in range(self._count))
+
+    def newest(self) -> Version | None:
+        return Version(self._count - 1) if self._count else None
 
 
 LIMITS = ConductorLimits(deadline_s=60.0, poll_s=0.1, standing_poll_s=1.0, lookup_s=5.0)

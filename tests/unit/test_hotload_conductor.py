@@ -4,8 +4,15 @@ from collections.abc import AsyncIterator
 import pytest
 from hotload_rig import Fleet, until
 
-from slackwater.checkpoint.keys import manifest_key
-from slackwater.errors import AuthError, ConflictError, CorruptError, InvalidInputError, NotFoundError
+from slackwater.checkpoint.keys import head_key, manifest_key
+from slackwater.errors import (
+    AuthError,
+    ConflictError,
+    CorruptError,
+    InvalidInputError,
+    NotFoundError,
+    UnavailableError,
+)
 from slackwater.hotload.conductor import ConductorLimits
 from slackwater.hotload.operation import OperationState, ReplicaStage
 from slackwater.hotload.snapshots import BucketSnapshots
@@ -207,5 +214,49 @@ async def test_a_bucket_manifest_that_is_another_ones_is_corrupt() -> None:
     bucket.put(manifest_key(RunId("demo"), Version(0)), b"{}")
     with pytest.raises(CorruptError):
         BucketSnapshots(bucket, RunId("demo")).find(Version(0))
-    with pytest.raises(NotFoundError, match="demo/4"):
+    with pytest.raises(NotFoundError) as missing:
         BucketSnapshots(bucket, RunId("demo")).find(Version(4))
+    assert str(missing.value) == "there is no snapshot demo/4"
+
+
+@pytest.mark.parametrize(
+    ("hint", "committed", "newest"),
+    [
+        (None, [], None),
+        (None, [0, 1, 2], 2),
+        (b'{"version": 5}', [5, 6], 6),
+        (b'{"version": 1}', [0, 1, 2], 2),
+        (b'{"version": 9}', [0, 1], 1),
+        (b'{"version": -1}', [0], 0),
+        (b"[" * 4000, [0], 0),
+        (b" " * 5000, [0], 0),
+    ],
+)
+def test_the_newest_version_is_found_from_the_hint_and_without_it(
+    hint: bytes | None, committed: list[int], newest: int | None
+) -> None:
+    bucket = MemoryBucket()
+    if hint is not None:
+        bucket.put(head_key(RunId("demo")), hint)
+    for version in committed:
+        bucket.put(manifest_key(RunId("demo"), Version(version)), b"" if version == 1 else b"{}")
+    assert BucketSnapshots(bucket, RunId("demo")).newest() == newest
+
+
+async def test_an_unknown_snapshot_names_the_newest_one_and_not_a_file(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(NotFoundError) as missing:
+        await fleet.conductor.submit("demo/99")
+    assert str(missing.value) == "there is no snapshot demo/99 (the newest is demo/8)"
+    monkeypatch.setattr(fleet.snapshots, "newest", lambda: None)
+    with pytest.raises(NotFoundError, match="no version of demo is committed yet"):
+        await fleet.conductor.submit("demo/99")
+
+    def away() -> None:
+        raise UnavailableError("the store is away")
+
+    monkeypatch.setattr(fleet.snapshots, "newest", away)
+    with pytest.raises(NotFoundError) as missing:
+        await fleet.conductor.submit("demo/99")
+    assert str(missing.value) == "there is no snapshot demo/99"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hotload_rig import Fleet, group, stages, until
 
+from slackwater.config.in_flight import InFlight
 from slackwater.errors import ConflictError, CorruptError, InvalidInputError, NotFoundError, UnavailableError
 from slackwater.hotload.conductor import ConductorLimits
 from slackwater.hotload.groups import Mode
@@ -158,6 +159,87 @@ async def test_a_pinned_replica_that_failed_is_told_again(grouped: Fleet) -> Non
     assert stages(grouped.conductor.list()[0]) == ["under_way"]
 
 
+async def test_a_pin_whose_canary_is_off_is_told_once_and_again_when_somebody_asks(
+    grouped: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    pinned = grouped.targets[2]
+    pinned.fail("canary")
+    await grouped.polls(20.0)
+    assert pinned.goals == [3]
+    assert stages(grouped.conductor.list()[0]) == ["failed"]
+    failed = grouped.conductor.list()[0].id
+    assert caplog.text.count(f"replica r2 failed to reach version 3 (hot-load {failed}): canary: broken") == 1
+    await grouped.conductor.set_mode("eval", Mode.PINNED, "demo/3")
+    await grouped.polls(5.0)
+    assert pinned.goals == [3, 3]
+    pinned.reach()
+    await grouped.polls(5.0)
+    assert (pinned.goals, stages(grouped.conductor.list()[0])) == ([3, 3], ["done"])
+
+
+async def test_a_follower_that_fails_is_a_warning_once_for_each_failure(
+    grouped: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    follower = grouped.targets[0]
+
+    def told(kind: str) -> int:
+        return caplog.text.count(f"replica r0 failed to reach the head (hot-load op0): {kind}: broken")
+
+    follower.change(target=Version(5))
+    for _ in range(3):
+        follower.fail("corrupt")
+        await grouped.polls(3.0)
+        follower.change(stage="preparing", waiting=False)
+        await grouped.polls(3.0)
+    assert told("corrupt") == 1, "a try more is no news"
+    follower.fail("canary")
+    await grouped.polls(3.0)
+    follower.reach()
+    follower.change(waiting=False, last_error=None)
+    await grouped.polls(3.0)
+    follower.change(target=Version(6))
+    follower.fail("canary")
+    await grouped.polls(3.0)
+    assert (told("corrupt"), told("canary")) == (1, 2)
+
+
+async def test_following_again_keeps_what_becomes_of_answers_in_flight(grouped: Fleet) -> None:
+    await grouped.conductor.set_mode("train", Mode.FOLLOW, in_flight=InFlight.DRAIN)
+    await grouped.polls(2.0)
+    await grouped.conductor.follow()
+    await grouped.polls(5.0)
+    assert modes(grouped) == {"train": "follow drain", "eval": "pinned:3"}
+    assert [target.now.swap_mode for target in grouped.targets] == ["drain", "drain", "continue"]
+    assert grouped.targets[0].modes == [None, InFlight.DRAIN, InFlight.DRAIN]
+
+
+async def test_a_pin_of_what_is_not_committed_is_told_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
+    fleet = Fleet(groups=[group("eval", "r0", mode=Mode.PINNED, version=99)])
+    await fleet.conductor.start()
+    await until(lambda: "group eval" in caplog.text)
+    assert (
+        "group eval is pinned to what isn't there: there is no snapshot demo/99 (the newest is demo/8)" in caplog.text
+    )
+    await fleet.conductor.close()
+
+
+async def test_a_bucket_that_is_away_at_the_start_holds_no_pinned_group(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = Fleet(groups=[group("eval", "r0", mode=Mode.PINNED, version=3)])
+
+    def away(version: Version) -> None:
+        raise UnavailableError(f"the store is away, and {version} with it")
+
+    monkeypatch.setattr(fleet.snapshots, "find", away)
+    await fleet.conductor.start()
+    await until(lambda: "can't be looked up" in caplog.text)
+    await fleet.polls()
+    assert fleet.goals() == [[3], [], []]
+    assert "isn't there" not in caplog.text
+    await fleet.conductor.close()
+
+
 async def test_a_hot_load_passes_the_pinned_by_and_ends_following(grouped: Fleet) -> None:
     operation = await grouped.conductor.submit("demo/7")
     await grouped.polls()
@@ -174,10 +256,10 @@ async def test_a_part_of_what_follows_is_loaded_once_the_group_is_manual(grouped
         await grouped.conductor.submit("demo/7", replicas=["r1"])
     await grouped.conductor.set_mode("train", Mode.MANUAL)
     await grouped.polls()
-    assert grouped.goals()[:2] == [["head", 5], ["head", 0]]
+    assert grouped.goals()[:2] == [["head", "stay", 5], ["head", "stay", 0]]
     await grouped.conductor.submit("demo/7", replicas=["r1"])
     await grouped.polls(5.0)
-    assert grouped.goals()[:2] == [["head", 5], ["head", 0, 7]]
+    assert grouped.goals()[:2] == [["head", "stay", 5], ["head", "stay", 0, 7]]
 
 
 async def test_a_mode_is_changed_and_the_same_one_again_is_no_news(grouped: Fleet) -> None:
@@ -215,7 +297,7 @@ async def test_cancelling_a_standing_operation_leaves_its_group_where_it_is(grou
     cancelled = await grouped.conductor.cancel(following.id)
     await grouped.polls()
     assert cancelled.state is OperationState.CANCELLED
-    assert grouped.goals()[:2] == [["head", 6], ["head", 0]]
+    assert grouped.goals()[:2] == [["head", "stay", 6], ["head", "stay", 0]]
     assert modes(grouped)["train"] == "manual"
 
 
@@ -235,9 +317,9 @@ async def test_after_a_restart_modes_are_as_they_were_left_unless_the_configurat
 async def test_a_group_that_the_configuration_makes_manual_stays_where_it_is(grouped: Fleet) -> None:
     grouped.targets[1].change(version=Version(4), target=Version(4))
     await grouped.restart([group("train", "r0", "r1"), TRAIN_EVAL[1]])
-    await until(lambda: len(grouped.targets[1].goals) > 1)
+    await until(lambda: len(grouped.targets[1].goals) > 2)
     assert modes(grouped) == {"train": "manual", "eval": "pinned:3"}
-    assert grouped.goals() == [["head", 0], ["head", 4], [3]]
+    assert grouped.goals() == [["head", "stay", 0], ["head", "stay", 4], [3]]
 
 
 async def test_what_was_running_is_taken_up_by_the_next_conductor(tmp_path: Path) -> None:

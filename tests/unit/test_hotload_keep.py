@@ -81,6 +81,35 @@ def test_an_open_operation_moves_its_replicas_itself_and_who_was_never_told_is_f
     assert {name: place.version for name, place in found.items()} == {"r1": 3}
 
 
+@pytest.mark.parametrize(
+    ("stage", "told_at", "boot"),
+    [
+        (STAGE.PENDING, None, "boot"),
+        (STAGE.UNKNOWN, None, "boot"),
+        (STAGE.SKIPPED, None, "boot"),
+        (STAGE.UNDER_WAY, 2.0, "after"),
+        (STAGE.FAILED, None, "after"),
+    ],
+    ids=["not told", "silent", "skipped", "told", "refused"],
+)
+def test_only_an_operation_that_told_or_was_refused_knows_which_start_it_told(
+    stage: ReplicaStage, told_at: float | None, boot: str
+) -> None:
+    part = ReplicaProgress(replica=R0, stage=stage, boot_id="after", told_at=told_at)
+    order = Order(run=RUN, version=Version(7))
+    made = Operation(id="new", idempotency_key="new", order=order, created_at=0.0, replicas=(part,))
+    place = kept([made.after(OperationEvent.CANCEL), ended(4, STAGE.DONE)], [R0])[R0]
+    assert (place.version, place.boot_id) == (4, boot)
+
+
+@pytest.mark.parametrize("standing", [True, False])
+def test_what_was_never_told_leaves_a_replica_where_it_was(*, standing: bool) -> None:
+    order = Order(run=RUN, version=Version(7), standing=standing)
+    part = ReplicaProgress(replica=R0)
+    made = Operation(id="new", idempotency_key="new", order=order, created_at=0.0, replicas=(part,))
+    assert kept([made.after(OperationEvent.SUPERSEDE), ended(4, STAGE.DONE)], [R0])[R0].version == 4
+
+
 def test_only_a_restart_strays_and_not_who_is_on_its_way_or_cannot_go() -> None:
     place = {R0: Kept(version=Version(7), in_flight=InFlight.DRAIN, boot_id="before")}
     for seen, strayed in (
@@ -176,6 +205,42 @@ async def test_who_was_moved_by_hand_or_never_loaded_is_left_alone(fleet: Fleet)
     assert fleet.goals() == [[7], [7], [7]]
 
 
+async def test_a_cancelled_hot_load_that_never_told_a_replica_hides_no_restart_of_it(fleet: Fleet) -> None:
+    await load(fleet, 4)
+    restarted = fleet.targets[2]
+    restarted.restart()
+    restarted.change(version=Version(7), target=Version(7))
+    await fleet.conductor.fleet()
+    made = await fleet.conductor.submit("demo/8", canary=Canary(count=1, hold_s=50.0))
+    await fleet.rounds(2)
+    assert restarted.goals == [4]
+    await fleet.conductor.cancel(made.id)
+    await fleet.rounds(2)
+    assert restarted.goals == [4, 4]
+
+
+async def test_a_cancel_leaves_a_commit_that_was_not_seen_yet_and_a_restart_comes_back_to_it(fleet: Fleet) -> None:
+    await load(fleet, 4)
+    made = await fleet.conductor.submit("demo/7")
+    await fleet.polls()
+    committed, committing, prepared = fleet.targets
+    committed.reach()
+    committing.change(stage="committing")
+    ended = await fleet.conductor.cancel(made.id)
+    committing.reach()
+    await fleet.rounds(2)
+    assert [target.now.version for target in fleet.targets] == [7, 7, 4]
+    assert [target.now.target for target in fleet.targets] == [7, 7, 4]
+    assert [part.version for part in ended.replicas] == [7, 7, 4]
+    assert fleet.goals() == [[4, 7, "stay"]] * 3
+    assert stages(ended) == ["done", "under_way", "under_way"]
+    for target in (committed, committing, prepared):
+        target.restart()
+        target.change(version=Version(8), target=Version(8))
+    await fleet.rounds(2)
+    assert fleet.goals() == [[4, 7, "stay", 7], [4, 7, "stay", 7], [4, 7, "stay", 4]]
+
+
 async def test_the_canary_that_restarts_in_its_hold_goes_back_to_what_its_group_has(fleet: Fleet) -> None:
     await load(fleet, 6)
     await fleet.conductor.submit("demo/7", canary=Canary(count=1, hold_s=2.0))
@@ -202,12 +267,12 @@ async def test_a_group_that_was_made_manual_goes_back_after_a_restart_to_where_i
     else:
         await fleet.restart([group("train", "r0", "r1")])
     await fleet.rounds(2)
-    assert fleet.goals() == [["head", 5], ["head", 6]]
+    assert fleet.goals() == [["head", "stay", 5], ["head", "stay", 6]]
     assert all(each.ended for each in fleet.conductor.list())
     fleet.targets[0].restart()
     fleet.targets[0].change(version=Version(8), target=Version(8))
     await fleet.rounds(2)
-    assert fleet.goals() == [["head", 5, 5], ["head", 6]]
+    assert fleet.goals() == [["head", "stay", 5, 5], ["head", "stay", 6]]
     await fleet.conductor.close()
 
 

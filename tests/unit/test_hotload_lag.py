@@ -1,7 +1,7 @@
 """Who is behind the head, by how much and for how long, and whom that alarms."""
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import pytest
@@ -9,11 +9,12 @@ from hotload_rig import Fleet, ListedSnapshots, status
 
 from slackwater.errors import InvalidInputError, NotFoundError, UnavailableError
 from slackwater.hotload.conductor import ConductorLimits
-from slackwater.hotload.lag import MAX_SIGHTINGS, Lag, Sightings, alarmed, lag_of, sighted
+from slackwater.hotload.lag import MAX_SIGHTINGS, Follower, Lag, Sightings, alarmed, heard_of, lag_of, sighted
 from slackwater.hotload.snapshots import Snapshot
 from slackwater.ids import ReplicaId, Version
 
 R0 = ReplicaId("r0")
+SINCE_EVER = {R0: Follower(boot_id="boot", since=0.0)}
 LIMITS = ConductorLimits(standing_poll_s=1.0, lookup_s=5.0, lag_limit_s=10.0)
 
 
@@ -37,19 +38,43 @@ def seen(*moves: tuple[int, float]) -> Sightings:
 )
 def test_one_is_behind_since_the_first_version_above_its_own(version: int, mode: str, lag: Lag) -> None:
     known = seen((5, 5.0), (7, 25.0), (6, 26.0), (8, 30.0), (9, 35.0))
-    assert lag_of(known, status(version=version, target=9, mode=mode), 40.0) == lag
+    assert lag_of(known, SINCE_EVER, status(version=version, target=9, mode=mode), 40.0) == lag
 
 
 def test_what_is_not_known_is_no_lag() -> None:
-    assert lag_of((), status(mode="follow"), 1.0) is None
-    assert lag_of(seen((5, 1.0)), status(version=0, mode="follow"), 2.0) is not None
-    assert lag_of(seen((5, 1.0)), status(state="starting", mode="follow", version=None), 2.0) is None  # type: ignore[arg-type]  # it has none yet
+    assert lag_of((), {}, status(mode="follow"), 1.0) is None
+    assert lag_of(seen((5, 1.0)), {}, status(version=0, mode="follow"), 2.0) is not None
+    assert lag_of(seen((5, 1.0)), {}, status(mode="follow", version=None), 2.0) is None  # type: ignore[arg-type]  # it has none yet
+
+
+@pytest.mark.parametrize("state", ["starting", "retired", "closed"])
+def test_who_does_not_serve_is_not_behind(state: str) -> None:
+    assert lag_of(seen((5, 1.0)), SINCE_EVER, status(version=0, mode="follow", state=state), 2.0) is None
+
+
+def test_a_start_is_behind_only_since_it_was_heard_to_serve_and_follow() -> None:
+    known = seen((5, 0.0), (7, 10.0))
+
+    def behind_s(story: list[tuple[float, dict[str, object]]]) -> float | None:
+        followers: Mapping[ReplicaId, Follower] = {}
+        for at, changes in story:
+            followers = heard_of(followers, status(**{"version": 5, "mode": "follow", **changes}), at)  # type: ignore[arg-type]  # a test names what it changes
+        lag = lag_of(known, followers, status(version=5, mode="follow", boot_id="now"), 100.0)
+        return None if lag is None else lag.behind_s
+
+    now: dict[str, object] = {"boot_id": "now"}
+    assert behind_s([]) == 0.0
+    assert behind_s([(1.0, {})]) == 0.0, "another start"
+    assert behind_s([(1.0, now)]) == 90.0
+    assert behind_s([(1.0, {}), (40.0, {**now, "state": "starting"}), (60.0, now), (70.0, now)]) == 40.0
+    assert behind_s([(1.0, now), (40.0, {**now, "mode": "manual"}), (60.0, now)]) == 40.0, "it was manual"
+    assert behind_s([(1.0, now), (40.0, {"replica": "r1", "state": "starting"})]) == 90.0, "another replica"
 
 
 def test_a_stuck_replica_is_behind_for_ever_longer_while_the_head_moves_fast() -> None:
     known = seen(*((number, float(number)) for number in range(2 * MAX_SIGHTINGS)))
     assert len(known) == MAX_SIGHTINGS
-    lag = lag_of(known, status(version=3, mode="follow"), 2.0 * MAX_SIGHTINGS)
+    lag = lag_of(known, SINCE_EVER, status(version=3, mode="follow"), 2.0 * MAX_SIGHTINGS)
     assert lag is not None
     assert lag.behind_s is not None
     assert lag.behind_s > MAX_SIGHTINGS - 10
@@ -139,6 +164,27 @@ async def test_f17_while_the_head_does_not_move_nothing_is_wrong(fleet: Lagging)
     await fleet.rounds(100)
     assert await fleet.lags() == [(0, 0.0), (0, 0.0), (0, None)]
     assert await fleet.lagging() == []
+
+
+async def test_a_restart_is_no_lag_and_no_version_that_it_does_not_serve_is_told(fleet: Lagging) -> None:
+    await fleet.rounds(1)
+    fleet.head.head = 8
+    for target in fleet.targets[:2]:
+        target.change(version=Version(8), target=Version(8))
+    await fleet.rounds(100)
+    restarted = fleet.targets[0]
+    restarted.restart()
+    restarted.change(state="starting", version=Version(0), target=Version(8))
+    await fleet.rounds(20)
+    assert (await fleet.lags())[0] == (None, None)
+    restarted.change(state="serving", version=Version(5))
+    await fleet.rounds(5)
+    assert (await fleet.lags())[0] == (3, 4.0)
+    assert await fleet.lagging() == []
+    events = [(e.kind, e.version) for e in reversed(await fleet.conductor.events(99)) if e.replica == "r0"]
+    assert events == [("serves", 5), ("follows", 5), ("serves", 8), ("restarted", 0), ("serves", 5)]
+    await fleet.rounds(10)
+    assert await fleet.lagging() == [("r0", 5)]
 
 
 async def test_a_silent_replica_or_bucket_is_unknown_and_no_alarm(

@@ -214,6 +214,17 @@ def test_timings_are_of_the_swap_that_this_operation_made() -> None:
     assert news(done, seen, 11.0) == done
 
 
+def test_who_was_silent_at_first_and_then_has_the_version_shows_no_swap_of_before() -> None:
+    old = (SwapTimings(version=Version(7), pause_s=1.0),)
+    seen = judge(order(), status(version=7, target=7, swaps=old))
+    silent = ReplicaProgress(replica=ReplicaId("r0"), stage=ReplicaStage.UNKNOWN, error=BROKEN)
+    first = news(news(ReplicaProgress(replica=ReplicaId("r0")), silent, 1.0), seen, 5.0)
+    assert (first.stage, first.timings, first.told_at) == (ReplicaStage.DONE, None, 5.0)
+    assert news(first, seen, 7.0).timings is None, "nor at the second look of a standing operation"
+    swapped = judge(Order(run=RUN, version=None), status(version=8, target=8, mode="follow", swaps=old))
+    assert news(first, swapped, 9.0).version == 8
+
+
 def test_silence_keeps_what_was_known() -> None:
     told = news(ReplicaProgress(replica=ReplicaId("r0")), judge(order(), status(version=6, target=7)), 5.0)
     silent = news(told, ReplicaProgress(replica=ReplicaId("r0"), stage=ReplicaStage.UNKNOWN, error=BROKEN), 6.0)
@@ -247,6 +258,10 @@ def test_events_tell_what_became_of_a_replica() -> None:
         (before, status(version=4, target=5, boot_id="other"), ["restarted", "serves"]),
         (before, status(version=5, target=6, waiting=True, last_error=BROKEN), ["failed"]),
         (before, status(version=5, target=5, state="retired", last_error=BROKEN), ["retired"]),
+        (None, status(version=0, target=7, state="starting"), ["manual"]),
+        (before, status(version=0, target=7, state="starting", boot_id="other"), ["restarted"]),
+        (status(version=0, target=7, state="starting"), status(version=0, target=7), ["serves"]),
+        (status(version=7, target=9, state="starting"), status(version=6, target=6), ["serves"]),
     ]
     for old, new, kinds in seen:
         assert [event.kind for event in changes(old, new, 1.0)] == kinds

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from slackwater.config.in_flight import InFlight
 from slackwater.errors import InvalidInputError
@@ -105,6 +105,7 @@ class GatewaySettings:
     """Seconds that a replica which follows the head may be behind without an alarm."""
 
 
+_GROUP_HINT: Final = "write train=follow:r0,r1, spare=manual:r2 or eval=pinned:<run>/<version>:r3"
 _BASE_URL = re.compile(r"https?://(\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?/?")
 
 
@@ -121,7 +122,7 @@ def parse_replicas(words: Sequence[str]) -> dict[ReplicaId, str]:
             raise InvalidInputError(f"{word[:80]!r} names no replica", hint="write name=http://host:port")
         if name in found:
             raise InvalidInputError(f"the replica {name!r} is named twice", hint="give each a name of its own")
-        found[ReplicaId(run_id(name))] = url.rstrip("/")
+        found[ReplicaId(_named(name, "replica"))] = url.rstrip("/")
     if not found:
         raise InvalidInputError("no replica is named", hint="add --replica name=http://host:port")
     return found
@@ -137,17 +138,50 @@ def parse_groups(words: Sequence[str], run: RunId) -> tuple[GroupSettings, ...]:
 
 
 def _group(word: str, run: RunId) -> GroupSettings:
-    name, _, rest = word.partition("=")
-    replicas = tuple(ReplicaId(run_id(replica)) for replica in rest.rpartition(":")[2].split(","))
+    name, equals, rest = word.partition("=")
+    if not equals or not name:
+        raise InvalidInputError(f"{word[:80]!r} names no group", hint=_GROUP_HINT)
     match rest.split(":"):
-        case ["follow" | "manual" as mode, _]:
-            return GroupSettings(name=run_id(name), mode=mode, version=None, replicas=replicas)
-        case ["pinned", snapshot, _]:
-            pinned, version = parse_snapshot(snapshot)
-            if pinned == run:
-                return GroupSettings(name=run_id(name), mode="pinned", version=version, replicas=replicas)
-            raise InvalidInputError(f"{word[:80]!r} pins a snapshot of another run", hint=f"this fleet serves {run!r}")
-        case _:
-            raise InvalidInputError(
-                f"{word[:80]!r} names no group", hint="write train=follow:r0,r1 or eval=pinned:<run>/<version>:r2"
+        case ["follow" | "manual" as mode, replicas]:
+            version = None
+        case ["pinned" as mode, snapshot, replicas]:
+            version = _pin(name, snapshot, run)
+        case parts:
+            raise _no_group(name, parts, run)
+    names = tuple(ReplicaId(_named(replica, f"replica of group {name[:80]!r}")) for replica in replicas.split(","))
+    return GroupSettings(name=_named(name, "group"), mode=mode, version=version, replicas=names)
+
+
+def _pin(name: str, snapshot: str, run: RunId) -> Version:
+    pinned, version = parse_snapshot(snapshot)
+    if pinned != run:
+        raise InvalidInputError(
+            f"group {name[:80]!r} pins a snapshot of another run, {snapshot[:80]!r}", hint=f"this fleet serves {run!r}"
+        )
+    return version
+
+
+def _no_group(name: str, parts: Sequence[str], run: RunId) -> InvalidInputError:
+    """What is wrong with the words after ``name=``."""
+    group = f"group {name[:80]!r}"
+    match parts:
+        case ["pinned", one] if one and "/" not in one:
+            return InvalidInputError(
+                f"{group} is pinned, and its snapshot is missing", hint=f"write {name[:80]}=pinned:{run}/12:{one[:80]}"
             )
+        case ["follow" | "manual" | "pinned", *rest] if len(rest) < 2:  # noqa: PLR2004  # the last part is the replicas
+            return InvalidInputError(f"{group} names no replicas", hint=_GROUP_HINT)
+        case ["follow" | "manual" | "pinned" as mode, *_]:
+            return InvalidInputError(f"{group} has more parts than the mode {mode} takes", hint=_GROUP_HINT)
+        case _:
+            return InvalidInputError(
+                f"{group}: there is no mode {parts[0][:80]!r}", hint="the modes are follow, manual and pinned"
+            )
+
+
+def _named(text: str, what: str) -> RunId:
+    """A name by the one grammar that names have; an error says of what it was to be the name."""
+    try:
+        return run_id(text)
+    except InvalidInputError as error:
+        raise InvalidInputError(f"{text[:80]!r} can't name a {what}", hint=error.hint) from None

@@ -10,14 +10,14 @@ from typing import Any, TypeVar
 
 from slackwater.clock import Clock
 from slackwater.config.in_flight import InFlight
-from slackwater.errors import ConflictError, InvalidInputError, NotFoundError
+from slackwater.errors import ConflictError, InvalidInputError, NotFoundError, SlackwaterError
 from slackwater.hotload.book import Book
 from slackwater.hotload.drive import DriveLimits, Driver
 from slackwater.hotload.groups import DEFAULT_GROUP, Group, Mode, arrange, as_ordered, find_group, meant
 from slackwater.hotload.keep import kept, strays
 from slackwater.hotload.ledger import Ledger, SqliteLedger
 from slackwater.hotload.lookup import Lookup
-from slackwater.hotload.operation import Operation, OperationEvent, Order, ReplicaProgress
+from slackwater.hotload.operation import Operation, OperationEvent, Order, ReplicaProgress, ReplicaStage, stayed
 from slackwater.hotload.recovery import apart, take_up, under_way
 from slackwater.hotload.roll import FleetMember, Roll
 from slackwater.hotload.rollout import Canary, first_phase
@@ -125,6 +125,7 @@ class Conductor:
         loop = asyncio.get_running_loop()
         self._behind = [
             loop.create_task(self._look_around(manual), name="hot-load-look"),
+            loop.create_task(self._warn_of_pins(), name="hot-load-pins"),
             loop.create_task(self._watch.run(), name="hot-load-watch"),
         ]
         for task in self._behind:
@@ -200,6 +201,8 @@ class Conductor:
     ) -> Group:
         """Change who moves a group. A manual one stays where it is; the other modes are standing operations.
 
+        The same mode again is no news, but a new try for replicas on which it has failed.
+
         Raises:
             InvalidInputError: ``snapshot`` is missing for a pin, stands with another mode, or is no snapshot's name;
                 or ``in_flight`` stands with the manual mode.
@@ -210,12 +213,15 @@ class Conductor:
         return await self._whole(self._set_mode(group, mode, version, in_flight))
 
     async def follow(self) -> tuple[FleetMember, ...]:
-        """Let every group that isn't pinned follow the head from now on; supersedes what runs there."""
+        """Let every group that isn't pinned follow the head from now on; supersedes what runs there.
+
+        What groups that follow already do with answers in flight stays.
+        """
         free = [group for group in self.groups() if group.mode is not Mode.PINNED]
         for group in free:
-            await self.set_mode(group.name, Mode.FOLLOW)
-        names = [name for group in free for name in group.replicas]
-        return await self._roll.some(names, "head")
+            await self.set_mode(group.name, Mode.FOLLOW, in_flight=group.in_flight)
+        told = (self._roll.some(group.replicas, "head", group.in_flight) for group in free)
+        return tuple(member for members in await asyncio.gather(*told) for member in members)
 
     async def fleet(self) -> tuple[FleetMember, ...]:
         """Every replica as it is now; a silent one is listed with its error."""
@@ -268,14 +274,23 @@ class Conductor:
             if operation.ended:
                 raise ConflictError(f"hot-load {operation_id} has ended: {operation.state}")
             await self._halt([operation_id])
-            stays = await self._stays(operation.names, [operation]) if operation.order.standing else ()
+            if operation.order.standing:
+                stays = await self._stays(operation.names, [operation])
+            else:
+                stays = ()
+                await self._leave(operation_id)
             await self._replace([operation], *stays, event=OperationEvent.CANCEL)
-            operation = self.get(operation_id)
-            if not operation.order.standing:
-                left = [part for part in operation.replicas if not part.settled and part.replica in operation.told]
-                await self._roll.hold(part.replica for part in left)
             await self._book.written()
-            return operation
+            return self.get(operation_id)
+
+    async def _leave(self, operation_id: str) -> None:
+        """Tell those under way to stay, and note where they do: what one has committed by now is where it is left."""
+        operation = self.get(operation_id)
+        left = [part.replica for part in operation.replicas if not part.settled and part.replica in operation.told]
+        for status in await self._roll.hold(left):
+            part = stayed(operation.part(status.replica), operation.order, status, self._clock.wall())
+            operation = operation.with_progress(part)
+        self._book.put(operation)
 
     async def _set_mode(self, group: str, mode: Mode, version: Version | None, in_flight: InFlight | None) -> Group:
         async with self._turn:
@@ -287,11 +302,16 @@ class Conductor:
                 standing = [each for each in self._sharing(known.replicas) if each.order.standing]
                 await self._halt([each.id for each in standing])
                 await self._replace(standing, *await self._stays(known.replicas, standing))
-            elif wanted != known:
+            elif wanted != known or self._failing(group):
                 await self._replace(self._sharing(known.replicas), self._standing(wanted))
             self._note_mode(wanted)
             await self._book.written()
             return wanted
+
+    def _failing(self, group: str) -> bool:
+        """Whether its mode failed on a replica: to ask for it again is to ask for a new try."""
+        standing = self.standing(group)
+        return standing is not None and any(part.stage is ReplicaStage.FAILED for part in standing.replicas)
 
     def _of_run(self, snapshot: str) -> Version:
         run, version = parse_snapshot(snapshot)
@@ -383,6 +403,17 @@ class Conductor:
                 orders = under_way([status for status in heard if status is not None], self.run)
                 await self._replace((), *(self._made(order, order.replicas or ()) for order in orders))
             await self._replace((), *await self._stays(manual, ()))
+
+    async def _warn_of_pins(self) -> None:
+        """Once, after the start: a pin of what isn't committed is a warning, and so is a bucket that is away."""
+        for group in self.groups():
+            try:
+                if group.version is not None:
+                    await self._lookup.find(group.version)
+            except NotFoundError as error:
+                _log.warning("group %s is pinned to what isn't there: %s", group.name, error)
+            except SlackwaterError as error:
+                _log.warning("what group %s is pinned to can't be looked up now: %s", group.name, error)
 
     async def _stays(self, names: Sequence[ReplicaId], giving_way: Sequence[Operation]) -> tuple[Operation, ...]:
         """Hot-loads that keep the followers among ``names`` at the versions that they are at, to be begun.

@@ -48,6 +48,7 @@ class Driver:
         self._book = book
         self._clock = clock
         self._limits = limits
+        self._warned: dict[ReplicaId, tuple[str, TargetError | None]] = {}
 
     async def run(self, operation_id: str) -> None:
         """Drive an operation from where it stands to its end; a standing one for ever."""
@@ -130,8 +131,18 @@ class Driver:
                 seen = judge(operation.order, status)
                 self._book.saw(status, operation_id)
         operation = self._book.get(operation_id)
-        self._book.put(operation.with_progress(news(operation.part(name), seen, self._clock.wall())))
+        self._put(operation, news(operation.part(name), seen, self._clock.wall()))
         return status
+
+    def _put(self, operation: Operation, part: ReplicaProgress) -> None:
+        """Keep a replica's news; a failure is a warning, once until it is another, or mended."""
+        self._book.put(operation.with_progress(part))
+        if part.stage is ReplicaStage.DONE:
+            self._warned.pop(part.replica, None)
+        failure = (operation.id, part.error)
+        if part.stage is ReplicaStage.FAILED and self._warned.get(part.replica) != failure:
+            self._warned[part.replica] = failure
+            _warn(operation, part)
 
     async def _check(self, operation_id: str, name: ReplicaId) -> None:
         """Ask a canary at the end of its hold."""
@@ -142,7 +153,7 @@ class Driver:
             told = error if isinstance(error, SlackwaterError) else ConflictError(f"{name} left this fleet")
             seen = _failed(name, told, _stage_of(told))
         operation = self._book.get(operation_id)
-        self._book.put(operation.with_progress(still_well(before, seen)))
+        self._put(operation, still_well(before, seen))
 
     def _end(self, operation_id: str) -> None:
         operation = self._book.get(operation_id)
@@ -162,6 +173,12 @@ class Driver:
             where = f"{last.stage}, {last.in_flight} answers in flight"
             late = TargetError(kind=late.kind, message=f"{late.message}: {where}")
         return replace(part, stage=ReplicaStage.UNKNOWN, error=part.error or late)
+
+
+def _warn(operation: Operation, part: ReplicaProgress) -> None:
+    goal = "the head" if operation.order.version is None else f"version {operation.order.version}"
+    words = "it doesn't say why" if part.error is None else f"{part.error.kind}: {part.error.message}"
+    _log.warning("replica %s failed to reach %s (hot-load %s): %s", part.replica, goal, operation.id, words)
 
 
 def _failed(name: ReplicaId, error: SlackwaterError, stage: ReplicaStage) -> ReplicaProgress:

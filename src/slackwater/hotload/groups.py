@@ -50,8 +50,9 @@ class Group:
 
     @property
     def words(self) -> str:
-        """The mode in one word, such as ``pinned:7``."""
-        return self.mode.value if self.version is None else f"{self.mode.value}:{self.version}"
+        """The mode with all that belongs to it, such as ``pinned:7`` or ``follow drain``."""
+        mode = self.mode.value if self.version is None else f"{self.mode.value}:{self.version}"
+        return mode if self.in_flight is None else f"{mode} {self.in_flight}"
 
 
 def arrange(named: Sequence[Group], fleet: Sequence[ReplicaId]) -> tuple[Group, ...]:

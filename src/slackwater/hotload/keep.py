@@ -7,7 +7,7 @@ The rules:
 3. Where none did, or a canary was stopped, or it was told nothing, the operation before decides. A cancelled one left
    it where it was.
 4. Only a restart strays, and who wasn't heard at all by the deadline: who was moved by hand since it was last told
-   stays where it is.
+   stays where it is. An operation that told a replica nothing hides no restart of it.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -46,11 +46,12 @@ def kept(newest: Sequence[Operation], names: Collection[ReplicaId]) -> Mapping[R
         for part in operation.replicas:
             if part.replica not in left:
                 continue
-            boots[part.replica] = boots.get(part.replica) or part.boot_id
+            if _answered(part):
+                boots[part.replica] = boots.get(part.replica) or part.boot_id
             version = None if not operation.ended else left_at(operation, part)
             if version is not None:
                 unheard = part.stage is ReplicaStage.UNKNOWN and part.told_at is None
-                boot = None if unheard else boots[part.replica]
+                boot = None if unheard else boots.get(part.replica)
                 found[part.replica] = Kept(version=version, in_flight=operation.order.in_flight, boot_id=boot)
             if version is not None or not operation.ended:
                 left.discard(part.replica)
@@ -60,12 +61,12 @@ def kept(newest: Sequence[Operation], names: Collection[ReplicaId]) -> Mapping[R
 def left_at(operation: Operation, part: ReplicaProgress) -> Version | None:
     """The version at which an ended operation left one replica; None where the one before it decides."""
     order = operation.order
+    if part.stage is ReplicaStage.SKIPPED or (part.stage is ReplicaStage.PENDING and part.told_at is None):
+        return None
     if order.standing or order.version is None:
         return part.version if order.version is None else order.version
     if part.stage is ReplicaStage.DONE:
         return order.version
-    if part.stage is ReplicaStage.SKIPPED or (part.stage is ReplicaStage.PENDING and part.told_at is None):
-        return None
     if operation.state is OperationState.CANCELLED:
         return part.version
     if part.stage is ReplicaStage.FAILED:
@@ -73,6 +74,11 @@ def left_at(operation: Operation, part: ReplicaProgress) -> Version | None:
         others = any(each.stage is ReplicaStage.DONE for each in operation.replicas)
         return order.version if went_on and others else None
     return order.version
+
+
+def _answered(part: ReplicaProgress) -> bool:
+    """Whether it took the order or refused it: only then it was the start that is noted which was told."""
+    return part.told_at is not None or part.stage in (ReplicaStage.DONE, ReplicaStage.FAILED)
 
 
 def strays(

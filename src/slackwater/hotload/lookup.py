@@ -2,12 +2,13 @@
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Final, TypeVar
 
 from slackwater.clock import Clock
-from slackwater.errors import NotFoundError, UnavailableError
+from slackwater.errors import NotFoundError, SlackwaterError, UnavailableError
 from slackwater.hotload.snapshots import Snapshot, SnapshotLookup
-from slackwater.ids import RunId, Version
+from slackwater.ids import RunId, Version, snapshot_name
 
 T = TypeVar("T")
 
@@ -28,12 +29,12 @@ class Lookup:
         self._limit_s = limit_s
 
     async def find(self, version: Version) -> Snapshot:
-        """See `SnapshotLookup.find`.
+        """See `SnapshotLookup.find`; the hint of a NotFoundError names the newest one.
 
         Raises:
             UnavailableError: The bucket didn't answer in time.
         """
-        return await self._in_time(lambda: self._snapshots.find(version))
+        return await self._in_time(lambda: self._found(version))
 
     async def chain(self) -> tuple[Snapshot, ...]:
         """See `SnapshotLookup.chain`; raises as `find`."""
@@ -49,10 +50,25 @@ class Lookup:
         while True:
             above = Version(known + 1)
             try:
-                await self.find(above)
+                await self._in_time(partial(self._snapshots.find, above))
             except NotFoundError:
                 return known
             known = above
+
+    def _found(self, version: Version) -> Snapshot:
+        try:
+            return self._snapshots.find(version)
+        except NotFoundError as error:
+            raise NotFoundError(error.message, hint=self._newest()) from error
+
+    def _newest(self) -> str:
+        try:
+            newest = self._snapshots.newest()
+        except SlackwaterError:  # that the one asked for isn't there is known all the same
+            return ""
+        if newest is None:
+            return f"no version of {self.run} is committed yet"
+        return f"the newest is {snapshot_name(self.run, newest)}"
 
     async def _in_time(self, look: Callable[[], T]) -> T:
         found = asyncio.ensure_future(asyncio.to_thread(look))

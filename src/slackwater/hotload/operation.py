@@ -93,7 +93,7 @@ class ReplicaProgress:
     replica: ReplicaId
     stage: ReplicaStage = ReplicaStage.PENDING
     version: Version | None = None
-    """What it served when it was last heard."""
+    """What it served when it was last heard; of a cancelled operation, what it was told to stay at."""
     error: TargetError | None = None
     boot_id: str | None = None
     """The start of it that was last heard."""
@@ -238,8 +238,27 @@ def news(before: ReplicaProgress, seen: ReplicaProgress, now: float) -> ReplicaP
         boot_id=seen.boot_id or before.boot_id,
         told_at=now if heard and before.told_at is None else before.told_at,
         settled_at=_settled_at(before, seen, now),
-        timings=None if before.told_at is None else seen.timings,
+        timings=_timings(before, seen),
     )
+
+
+def _timings(before: ReplicaProgress, seen: ReplicaProgress) -> SwapTimings | None:
+    """What is done stays told as it was: a swap of before this operation isn't its own at the second look either."""
+    if before.told_at is None:
+        return None
+    same = before.stage is seen.stage is ReplicaStage.DONE and before.version == seen.version
+    return before.timings if same else seen.timings
+
+
+def stayed(before: ReplicaProgress, order: Order, status: TargetStatus, now: float) -> ReplicaProgress:
+    """A part of an operation that was cancelled, once its replica has said where it stays.
+
+    One that was told nothing stays so: where it is, is the matter of the operation before.
+    """
+    if before.told_at is None:
+        return before
+    heard = news(before, judge(order, status), now)
+    return heard if status.target is None else replace(heard, version=status.target)
 
 
 def _settled_at(before: ReplicaProgress, seen: ReplicaProgress, now: float) -> float | None:

@@ -6,9 +6,10 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from slackwater.clock import Clock
+from slackwater.config.in_flight import InFlight
 from slackwater.errors import SlackwaterError
 from slackwater.hotload.book import Book
-from slackwater.hotload.lag import Lag, Sighting, Sightings, alarmed, lag_of, sighted
+from slackwater.hotload.lag import Follower, Lag, Sighting, Sightings, alarmed, heard_of, lag_of, sighted
 from slackwater.hotload.target import Goal, Target, TargetError, TargetStatus
 from slackwater.hotload.witness import FleetEvent
 from slackwater.ids import ReplicaId, Version
@@ -25,7 +26,7 @@ class FleetMember:
     """None where it didn't answer; ``error`` says why."""
     error: TargetError | None
     behind: int | None = None
-    """Versions that are newer than its own; None while that isn't known."""
+    """Versions that are newer than its own; None while that isn't known, or it doesn't serve."""
     behind_s: float | None = None
     """Seconds for which there has been a newer one; None also where it doesn't follow the head."""
 
@@ -46,6 +47,7 @@ class Roll:
         self._clock = clock
         self._lag_limit_s = lag_limit_s
         self._heads: Sightings = ()
+        self._followers: Mapping[ReplicaId, Follower] = {}
         self._late: frozenset[ReplicaId] = frozenset()
 
     @property
@@ -57,20 +59,25 @@ class Roll:
         """Every replica as it is now; a silent one has an error."""
         return await self.some(self._targets)
 
-    async def some(self, names: Iterable[ReplicaId], goal: Goal | None = None) -> tuple[FleetMember, ...]:
+    async def some(
+        self, names: Iterable[ReplicaId], goal: Goal | None = None, in_flight: InFlight | None = None
+    ) -> tuple[FleetMember, ...]:
         """Those replicas as they are now, or after they were told ``goal``."""
-        return tuple(await asyncio.gather(*(self.ask(name, goal) for name in names if name in self._targets)))
+        asked = (self.ask(name, goal, in_flight) for name in names if name in self._targets)
+        return tuple(await asyncio.gather(*asked))
 
-    async def ask(self, name: ReplicaId, goal: Goal | None = None) -> FleetMember:
+    async def ask(self, name: ReplicaId, goal: Goal | None = None, in_flight: InFlight | None = None) -> FleetMember:
         """One replica as it is now, or after it was told ``goal``."""
         target = self._targets[name]
         try:
-            status = await (target.status() if goal is None else target.set_target(goal))
+            status = await (target.status() if goal is None else target.set_target(goal, in_flight))
         except SlackwaterError as error:
             told = TargetError(kind=error.kind, message=str(error))
             return FleetMember(replica=name, status=None, error=told)
         self._book.saw(status)
-        lag = lag_of(self._heads, status, self._clock.monotonic())
+        now = self._clock.monotonic()
+        self._followers = heard_of(self._followers, status, now)
+        lag = lag_of(self._heads, self._followers, status, now)
         behind, behind_s = (None, None) if lag is None else (lag.behind, lag.behind_s)
         return FleetMember(replica=name, status=status, error=None, behind=behind, behind_s=behind_s)
 
@@ -89,7 +96,8 @@ class Roll:
     def alarm(self, heard: Collection[TargetStatus]) -> None:
         """Warn of those who have been behind for too long, once, and note it."""
         now = self._clock.monotonic()
-        lags = {each.replica: lag for each in heard if (lag := lag_of(self._heads, each, now)) is not None}
+        found = {each.replica: lag_of(self._heads, self._followers, each, now) for each in heard}
+        lags = {name: lag for name, lag in found.items() if lag is not None}
         self._late, new = alarmed(self._late, lags, self._lag_limit_s)
         for status in heard:
             if status.replica in new:

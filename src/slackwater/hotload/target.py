@@ -30,14 +30,16 @@ class SwapTimings(msgspec.Struct, frozen=True, kw_only=True):
     """Making writes of them, digests compared."""
     stage_s: float | None = None
     """Handing these to the engine."""
-    drain_s: float | None = None
-    """Waiting for answers in flight to end."""
     prepare_s: float | None = None
     """All of that together, while the old version served."""
+    drain_s: float | None = None
+    """Waiting for answers in flight to end, after that."""
     pause_s: float | None = None
-    """Without a token."""
+    """Without a token; with the reading back, where bits are proven before they serve."""
     verify_s: float | None = None
-    """Reading back, while the new version served provisionally."""
+    """Reading back, and the version's canary, while the new version served provisionally."""
+    mode: str | None = None
+    """What it did with answers in flight, see `InFlight`."""
     ended: int | None = None
     """Answers that the swap cut."""
 
@@ -92,7 +94,7 @@ class Target(Protocol):
         """Tell it where to go; returns before it is there. The same goal again is no new work.
 
         Args:
-            goal: A version, or the head.
+            goal: A version, the head, or to stay.
             in_flight: What its swaps there do with answers in flight; None: its own default.
 
         Raises:

@@ -33,8 +33,8 @@ def changes(
     found: list[FleetEvent] = []
     if before is not None and before.boot_id != after.boot_id:
         found.append(event("restarted"))
-    held = None if before is None else before.version
-    if after.version is not None and after.version != held:
+    held = _served(before)
+    if after.version is not None and _served(after) not in (None, held):
         back = before is not None and held is not None and after.version < held and before.boot_id == after.boot_id
         found.append(event("rolled_back" if back else "serves", "" if held is None else f"from {held}"))
     if before is None or before.mode != after.mode:
@@ -45,3 +45,8 @@ def changes(
     if failed and after.last_error is not None:
         found.append(event("failed", f"{after.last_error.kind}: {after.last_error.message}", after.target))
     return tuple(found)
+
+
+def _served(status: TargetStatus | None) -> Version | None:
+    """What a replica serves: one that starts, or is retired, has a version and serves nothing."""
+    return None if status is None or status.state != "serving" else status.version
