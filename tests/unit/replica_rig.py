@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from slackwater.errors import SlackwaterError
 from slackwater.ids import BootId, ReplicaId, RequestId, RunId, Version
 from slackwater.publish.publisher import Publisher
 from slackwater.replica.limits import ExchangeLimits
-from slackwater.replica.replica import Goal, Replica, ReplicaOptions
+from slackwater.replica.replica import Replica, ReplicaOptions
 from slackwater.replica.status import ReplicaStatus
 from slackwater.rollout.request import ANY_POLICY, CompletionRequest, PolicyConstraint, SamplingSpec
 from slackwater.testing.bucket import MemoryBucket
@@ -169,7 +170,7 @@ class Rig:
             source, step = BitsSource(made), len(self.truth)
             self._publisher.publish(source, step=step, folder_files=self._model, anchor=anchor, canary=canary)
 
-    async def start(self, goal: Goal = "head", versions: int = 1) -> "Rig":
+    async def start(self, goal: Version | Literal["head"] = "head", versions: int = 1) -> "Rig":
         self.publish(versions)
         await self.replica.start(goal)
         return self

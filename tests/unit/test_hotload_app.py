@@ -8,6 +8,7 @@ from hotload_rig import Fleet
 from http_rig import CONTROL, Client, gated, silent
 from replica_rig import RUN, Rig, until
 
+from slackwater.checkpoint.keys import manifest_key
 from slackwater.clock import SystemClock
 from slackwater.config.in_flight import InFlight
 from slackwater.errors import AuthError, CorruptError, NotFoundError, UnavailableError
@@ -232,3 +233,12 @@ async def test_a_target_maps_what_a_replica_refuses_and_what_is_no_replica(
     with pytest.raises(UnavailableError):
         await target.status()
     await rig.close()
+
+
+def test_snapshots_are_listed_from_the_last_gap_on(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    rig.publish(5)
+    rig.bucket.delete(manifest_key(RUN, Version(1)))
+    snapshots = BucketSnapshots(rig.bucket, RUN)
+    assert [each.version for each in snapshots.chain()] == [2, 3, 4]
+    rig.fetcher.close()

@@ -1,5 +1,6 @@
 """Which snapshots a lineage has, read from the bucket."""
 
+from collections import deque
 from typing import Annotated, Final, Literal, Protocol
 
 import msgspec
@@ -54,7 +55,7 @@ class SnapshotLookup(Protocol):
         ...
 
     def chain(self) -> tuple[Snapshot, ...]:
-        """Every snapshot from the first to the newest."""
+        """Every snapshot up to the newest, from the first one or, where some were collected, after the last gap."""
         ...
 
     def newest(self) -> Version | None:
@@ -78,12 +79,14 @@ class BucketSnapshots:
 
     def chain(self) -> tuple[Snapshot, ...]:
         """See `SnapshotLookup.chain`."""
-        found: list[Snapshot] = []
-        while True:
+        found: deque[Snapshot] = deque()
+        newest = self.newest()
+        for number in range(-1 if newest is None else newest, -1, -1):
             try:
-                found.append(self.find(Version(len(found))))
+                found.appendleft(self.find(Version(number)))
             except NotFoundError:
-                return tuple(found)
+                break
+        return tuple(found)
 
     def newest(self) -> Version | None:
         """See `SnapshotLookup.newest`: up from the head hint, or from 0 where that is of no use."""
