@@ -8,7 +8,7 @@ from hotload_rig import Fleet
 from http_rig import CONTROL, Client, gated, silent
 from replica_rig import RUN, Rig, until
 
-from slackwater.checkpoint.keys import manifest_key
+from slackwater.checkpoint.keys import head_key, manifest_key
 from slackwater.clock import SystemClock
 from slackwater.config.in_flight import InFlight
 from slackwater.errors import AuthError, CorruptError, NotFoundError, UnavailableError
@@ -239,6 +239,7 @@ def test_snapshots_are_listed_from_the_last_gap_on(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     rig.publish(5)
     rig.bucket.delete(manifest_key(RUN, Version(1)))
+    rig.bucket.put(head_key(RUN), b'{"version": 4}')
     snapshots = BucketSnapshots(rig.bucket, RUN)
     assert [each.version for each in snapshots.chain()] == [2, 3, 4]
     rig.fetcher.close()
