@@ -10,6 +10,7 @@ from replica_rig import SPECS, Rig, request, until, weights_at
 
 from slackwater.checkpoint.canary import Canary
 from slackwater.config.in_flight import InFlight
+from slackwater.engine.base import Engine
 from slackwater.errors import SlackwaterError, UnavailableError, UnsupportedError
 from slackwater.ids import Version
 from slackwater.replica.limits import ExchangeLimits
@@ -354,6 +355,57 @@ async def test_an_anchor_whose_canary_is_off_is_not_served_at_the_start(opened: 
         await starting
 
 
+async def test_a_start_that_cannot_pass_a_refused_version_stays_below_it(opened: OpenRig) -> None:
+    rig = opened(limits=ExchangeLimits(max_deltas=2, threads=1))
+    rig.publish(2)
+    rig.publish(canary=await canary_of(0))
+    rig.publish(2)
+    starting = asyncio.ensure_future(rig.replica.start())
+    await rig.turn_until(starting.done)
+    assert (rig.replica.state, rig.replica.status().version, rig.engine.commits) == (State.SERVING, 1, 2)
+
+
+async def test_a_head_that_moves_while_an_anchor_is_refused_does_not_hold_the_start_up(
+    opened: OpenRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = opened()
+    rig.publish(4)
+    rig.publish(anchor=True, canary=await canary_of(0))
+    rig.publish()
+    open_engine = rig.replica._open_engine
+
+    async def open_as_the_trainer_goes_on(folder: Path, version: Version) -> Engine:
+        if version == 0:
+            rig.publish()
+        return await open_engine(folder, version)
+
+    monkeypatch.setattr(rig.replica, "_open_engine", open_as_the_trainer_goes_on)
+    starting = asyncio.ensure_future(rig.replica.start())
+    await rig.turn_until(starting.done)
+    assert (rig.replica.state, rig.replica.status().version, rig.opened_at) == (State.SERVING, 3, [4, 0])
+
+
+async def test_a_roll_back_does_not_wait_for_a_canary(opened: OpenRig) -> None:
+    rig = await opened().start()
+    for number in range(4):
+        await begun(rig, tokens=9, name=f"busy {number}")
+    rig.publish(canary=await canary_of(1))
+    await rig.clock.advance(0.2)
+    await until(lambda: rig.engine.stats().waiting == 1)
+    status = await rig.replica.roll_back()
+    assert (status.version, status.state, status.provisional) == (0, State.SERVING, False)
+
+
+async def test_no_answer_of_spoilt_memory_stands(opened: OpenRig) -> None:
+    rig = await opened().start()
+    answer = await begun(rig)
+    rig.engine.poke("a.weight", 5)
+    rig.publish()
+    assert (await rig.follow()).state is State.RETIRED
+    with pytest.raises(UnavailableError, match="changed by themselves"):
+        assert all(step.provisional for step in [step async for step in answer])
+
+
 async def test_a_newer_version_frees_a_start_from_one_whose_canary_is_off(opened: OpenRig) -> None:
     rig = opened()
     rig.publish(canary=await canary_of(2))
@@ -373,6 +425,8 @@ async def test_memory_that_changes_by_itself_retires_the_replica(opened: OpenRig
     assert error is not None
     assert "b.weight, tile 0" in error.message
     await until(lambda: answer.finish is Finish.ABORT)
+    with pytest.raises(UnavailableError, match="changed by themselves"):
+        await whole(answer)
     with pytest.raises(UnavailableError):
         await rig.replica.complete(request())
 

@@ -287,7 +287,7 @@ async def test_a_whole_answer_goes_on_from_its_last_confirmed_token(
 
 
 async def test_a_stream_that_passed_on_unconfirmed_tokens_is_lost(router: Router, fleet: Fleet) -> None:
-    fleet[A].provisional = (1,)
+    fleet[A].provisional = (1, 2)
     fleet[A].fail_after(3, LOST)
     ids, error = await read(await router.complete(asking(streamed=True)))
     assert (len(ids), type(error)) == (3, ReplicaLostError)

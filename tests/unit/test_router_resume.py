@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slackwater.ids import RequestId, Version
-from slackwater.rollout.evidence import Finish, TokenStep
+from slackwater.ids import BootId, ReplicaId, RequestId, RunId, Version
+from slackwater.rollout.evidence import Finish, Origin, TokenStep
 from slackwater.rollout.request import CompletionRequest, PolicyConstraint, SamplingSpec
 from slackwater.router.resume import Ask, Over, after_failure
 
@@ -22,6 +22,9 @@ REQUEST: Final = CompletionRequest(
     model="m",
 )
 STREAMED: Final = replace(REQUEST, streamed=True)
+
+
+ORIGIN: Final = Origin(replica=ReplicaId("b"), boot=BootId("b0"), run=RunId("demo"), seed=5)
 
 
 def steps(*versions: int, provisional: Sequence[int] = (), finish: Finish | None = None) -> list[TokenStep]:
@@ -91,6 +94,16 @@ def test_unconfirmed_tokens_are_dropped_unless_they_were_seen(first: int, kept: 
     seen = after_failure(STREAMED, told, SEED, lost=True)
     assert isinstance(seen, Over)
     assert not seen.complete
+
+
+def test_a_later_token_of_the_same_version_and_replica_confirms_those_before_it() -> None:
+    told = steps(7, 8, 8, 8, provisional=(1, 2))
+    after = asked(after_failure(STREAMED, told, SEED, lost=True))
+    assert after.prompt_ids == (*REQUEST.prompt_ids, 10, 11, 12, 13)
+    elsewhere = [*told[:3], replace(told[3], moved=ORIGIN)]
+    assert isinstance(after_failure(STREAMED, elsewhere, SEED, lost=True), Over)
+    other = [*told[:3], replace(told[3], version=Version(9))]
+    assert isinstance(after_failure(STREAMED, other, SEED, lost=True), Over)
 
 
 def test_a_last_token_that_is_not_confirmed_completes_nothing() -> None:

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Final
 
 from slackwater.config.in_flight import InFlight
-from slackwater.errors import CanaryError, ConflictError
+from slackwater.errors import CanaryError, ConflictError, SwapError
 from slackwater.hotload.rollout import Canary, Phase, told_in
 from slackwater.hotload.target import Goal, SwapTimings, TargetError, TargetStatus
 from slackwater.ids import ReplicaId, RunId, Version
@@ -225,8 +225,8 @@ def obeys(order: Order, status: TargetStatus) -> bool:
 
 
 def _costly(status: TargetStatus) -> bool:
-    """Whether trying again would cost answers in flight: a canary that was off will be again."""
-    return status.last_error is not None and status.last_error.kind == CanaryError.kind
+    """Whether trying again may cost answers in flight, as a swap that is undone does."""
+    return status.last_error is not None and status.last_error.kind in (CanaryError.kind, SwapError.kind)
 
 
 def news(before: ReplicaProgress, seen: ReplicaProgress, now: float) -> ReplicaProgress:

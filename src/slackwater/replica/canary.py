@@ -19,11 +19,14 @@ HINT: Final = "the one before serves on: publish a newer version, or make a good
 _log = logging.getLogger(__name__)
 
 
-async def canary_off(engine: Engine, manifest: Manifest, clock: Clock, patience_s: float) -> str | None:
+async def canary_off(
+    engine: Engine, manifest: Manifest, clock: Clock, patience_s: float, recalled: asyncio.Event
+) -> str | None:
     """What is off with an engine's answer to the canary of the version in place; None: nothing, or it has none.
 
     It goes before all requests that wait, and waits for a slot as they do, however long: that the engine is busy says
-    nothing of its weights. After each ``patience_s`` without an answer a warning is logged.
+    nothing of its weights. After each ``patience_s`` without an answer a warning is logged. Once ``recalled`` nobody
+    wants to know any more: nothing is off.
     """
     canary = manifest.canary
     if canary is None:
@@ -37,7 +40,9 @@ async def canary_off(engine: Engine, manifest: Manifest, clock: Clock, patience_
     )
     answer = asyncio.ensure_future(_logprobs(engine, asked))
     try:
-        while await first(asyncio.wait((answer,)), clock.sleep(patience_s)) is None:
+        while await first(asyncio.wait((answer,)), first(recalled.wait(), clock.sleep(patience_s))) is None:
+            if recalled.is_set():
+                return None
             _log.warning("the canary of version %d still waits for a slot: it is provisional", manifest.version)
         return first_off(canary, await answer)
     except SlackwaterError as error:

@@ -23,7 +23,7 @@ from slackwater.replica.prepare import Check, checks_of, first_difference, read_
 from slackwater.replica.race import Stop, first, joined
 from slackwater.replica.source import VersionSource
 from slackwater.replica.status import SwapReport
-from slackwater.replica.swap import Event, Swap, keeps
+from slackwater.replica.swap import Event, Stage, Swap, keeps
 
 T = TypeVar("T")
 
@@ -76,6 +76,8 @@ class Exchange:
     ) -> None:
         self.swap = Swap(version=booted.version)
         self.table = booted.table
+        self.spoilt = False
+        """The engine's memory was found to be other than the version in place has it."""
         self._engine = booted.engine
         self._laying = Laying(booted.engine, booted.side_files, source, clock, limits.threads)
         self._clock = clock
@@ -86,6 +88,7 @@ class Exchange:
         self._stop = Stop()
         self._in_flight = in_flight
         self._hurried = asyncio.Event()  # nobody wants answers to end by themselves any more
+        self._recalled = asyncio.Event()  # the version in place is to be rolled back, whatever its canary says
         self._memory = asyncio.Lock()
 
     def doubts(self) -> Callable[[Version], bool]:
@@ -94,7 +97,7 @@ class Exchange:
         So they may until everything that will be looked at has been, and where the version was taken back since.
         """
         begin = len(self._taken_back)
-        return lambda version: version in self._unproven or version in self._taken_back[begin:]
+        return lambda version: self.spoilt or version in self._unproven or version in self._taken_back[begin:]
 
     @property
     def _unproven(self) -> frozenset[Version]:
@@ -106,8 +109,12 @@ class Exchange:
         Until its commit, it and all later ones do with answers in flight what is said here.
         """
         self._in_flight = in_flight
-        if in_flight is not InFlight.DRAIN:
+        if in_flight is InFlight.DRAIN:
+            self._hurried.clear()
+        else:
             self._hurried.set()
+        if self.swap.stage is Stage.VERIFYING and target == self.swap.previous:
+            self._recalled.set()
         if not keeps(self.swap, target):
             self.stop()
 
@@ -209,7 +216,10 @@ class Exchange:
         """
         async with self._memory:
             wrong = await self._difference(checks_of(self.table, tiles))
-            return None if self.swap.provisional else wrong
+            if wrong is None or self.swap.provisional:
+                return None
+            self.spoilt = True
+            return wrong
 
     def _on(self, event: Event, goal: Version | None = None) -> None:
         self.swap = self.swap.after(event, goal)
@@ -218,6 +228,7 @@ class Exchange:
         try:
             return await work
         except SpoiltError:
+            self.spoilt = True
             self._on(Event.SPOILT)
             raise
         except SlackwaterError:
@@ -304,9 +315,10 @@ class Exchange:
 
     async def _verify(self, ready: _Ready) -> float:
         began, version = self._clock.monotonic(), self.swap.version
+        self._recalled.clear()
         wrong = None if self._limits.strict else await self._difference(ready.after)
         patience = self._limits.canary_s
-        off = None if wrong else await canary_off(self._engine, ready.made, self._clock, patience)
+        off = None if wrong else await canary_off(self._engine, ready.made, self._clock, patience, self._recalled)
         if wrong is None and off is None:
             self._on(Event.AGREED)
             return self._clock.monotonic() - began

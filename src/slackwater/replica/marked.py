@@ -4,6 +4,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
+from slackwater.errors import UnavailableError
 from slackwater.ids import RequestId, Version
 from slackwater.rollout.completer import Answer
 from slackwater.rollout.evidence import Finish, Origin, TokenStep
@@ -18,12 +19,20 @@ class MarkedAnswer:
         answer: The engine's.
         request: Its name.
         doubtful: Whether a version's bits are in doubt, asked for each token as it is received.
+        spoilt: Whether the engine's memory has turned out to be spoilt. Since when isn't known: nothing it says stands.
     """
 
-    def __init__(self, answer: Answer, request: RequestId, doubtful: Callable[[Version], bool]) -> None:
+    def __init__(
+        self,
+        answer: Answer,
+        request: RequestId,
+        doubtful: Callable[[Version], bool],
+        spoilt: Callable[[], bool],
+    ) -> None:
         self._answer = answer
         self._request = request
         self._doubtful = doubtful
+        self._spoilt = spoilt
 
     @property
     def origin(self) -> Origin:
@@ -41,6 +50,8 @@ class MarkedAnswer:
         async for step in self._answer:
             made += 1
             yield replace(step, provisional=True) if self._doubtful(step.version) else step
+        if self._spoilt():
+            raise UnavailableError("the weights that made this answer had changed by themselves", hint="ask again")
         if self._answer.finish is Finish.SWAPPED:
             _log.info("a swap ended request %s after %d tokens", self._request, made)
 

@@ -232,7 +232,8 @@ class Replica:
                 f"replica {self._options.replica} is {self.state}", hint="ask again, or ask another replica"
             )
         doubtful = exchange.doubts()
-        return MarkedAnswer(await self._engine.generate(request), request.request_id, doubtful)
+        answer = await self._engine.generate(request)
+        return MarkedAnswer(answer, request.request_id, doubtful, lambda: exchange.spoilt)
 
     def window(self) -> int:
         """See `Completer.window`; UnavailableError before the engine is open."""
@@ -342,10 +343,10 @@ class Replica:
             try:
                 await journey.step(self._aimed)
             except CanaryError as error:
-                refused = _needed(journey.refused)
-                self._ceiling = self._ceiling.without(refused, refused)
                 if goal != "head":
                     raise
+                # What lies above can be reached through the refused one alone, or else it would have been passed over.
+                self._ceiling = self._ceiling.without(_needed(journey.refused), self._aimed())
                 self._failed(error)
                 self._move_target(self._ceiling.under(head))
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Generator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from typing import Final
 from weakref import WeakSet
 
@@ -244,9 +244,9 @@ class RemoteAnswer:
             case OriginLine():
                 self._origin = line.origin()
             case EndLine():
-                with _reaching(self._base_url):
-                    await self._response.read()
                 self.finish = line.finish
+                with suppress(aiohttp.ClientError, TimeoutError, OSError):  # nothing is missing from the answer
+                    await self._response.read()
             case ErrorLine():
                 raise read_error(line)
         return None

@@ -7,6 +7,7 @@ far as its prompt, under the seed that drew them, draws what would have been dra
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from slackwater.ids import Version
 from slackwater.rollout.evidence import TokenStep
 from slackwater.rollout.request import CompletionRequest
 
@@ -59,7 +60,16 @@ def _standing(steps: Sequence[TokenStep], kept: int, *, lost: bool) -> int:
     """How many of the tokens so far can be gone on from."""
     if not lost:
         return kept if len(steps) == kept else 0
-    return next((index for index, step in enumerate(steps) if step.provisional), len(steps))
+    stays, proven = len(steps), set[Version]()
+    for index in reversed(range(len(steps))):
+        step = steps[index]
+        if not step.provisional:
+            proven.add(step.version)  # with the tokens of it that the same replica gave before
+        elif step.version not in proven:
+            stays = index
+        if step.moved is not None:
+            proven.clear()
+    return stays
 
 
 def _rest(request: CompletionRequest, steps: Sequence[TokenStep], seed: int | None) -> CompletionRequest:

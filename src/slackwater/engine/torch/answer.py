@@ -79,7 +79,8 @@ class TorchAnswer:
         Raises:
             PolicyUnmetError: The weights in place were not what the request admits.
             CorruptError: The weights in place make logits that are no numbers.
-            UnavailableError: The engine died, or the weights that made the last tokens were taken back.
+            ReplicaLostError: The engine died.
+            UnavailableError: The weights that made the last tokens were taken back.
         """
         step = None if self.over and self._steps.empty() else await self._steps.get()
         if step is not None:

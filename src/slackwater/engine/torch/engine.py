@@ -19,7 +19,7 @@ from slackwater.engine.torch.loop import StepLoop
 from slackwater.engine.torch.model import LoadedModel, load
 from slackwater.engine.torch.sequence import Began, Ended, Event, Made
 from slackwater.engine.torch.weights import StagedWrites, WeightBits
-from slackwater.errors import InvalidInputError, SlackwaterError, SwapError, UnavailableError
+from slackwater.errors import InvalidInputError, ReplicaLostError, SlackwaterError, SwapError, UnavailableError
 from slackwater.ids import BootId, ReplicaId, RunId, Version
 from slackwater.rollout.evidence import Finish, Origin
 from slackwater.rollout.request import CompletionRequest
@@ -256,8 +256,9 @@ class TorchEngine:
     def _die(self, error: Exception) -> None:
         self._failure = self._failure or f"its loop died: {error}"
         self._loop.refuse_rest(self._unavailable())
+        lost = ReplicaLostError(f"the engine died: {error}", hint="start the replica again")
         for answer in self._answers.values():
-            answer.fail(self._unavailable())
+            answer.fail(lost)
         self._answers.clear()
 
     def _unavailable(self) -> SlackwaterError:
