@@ -90,7 +90,7 @@ async def boot(
         check_tensors(engine.tensors(), manifest)
         table = StateTable.of_anchor(manifest)
         await _prove(engine, table, manifest, limits.threads)
-        off = await canary_off(engine, manifest, clock, limits.canary_s, asyncio.Event())
+        off = await canary_off(engine, manifest, clock, limits.canary_s)
         if off is not None:
             raise CanaryError(f"anchor {manifest.version}: {off}", hint=HINT)
         undo.pop_all()

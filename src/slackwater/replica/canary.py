@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 async def canary_off(
-    engine: Engine, manifest: Manifest, clock: Clock, patience_s: float, recalled: asyncio.Event
+    engine: Engine, manifest: Manifest, clock: Clock, patience_s: float, recalled: asyncio.Event | None = None
 ) -> str | None:
     """What is off with an engine's answer to the canary of the version in place; None: nothing, or it has none.
 
@@ -38,6 +38,7 @@ async def canary_off(
         policy=PolicyConstraint(exact_version=manifest.version),
         forced_ids=canary.tokens,
     )
+    recalled = recalled or asyncio.Event()
     answer = asyncio.ensure_future(_logprobs(engine, asked))
     try:
         while await first(asyncio.wait((answer,)), first(recalled.wait(), clock.sleep(patience_s))) is None:
