@@ -109,10 +109,10 @@ class Exchange:
         Until its commit, it and all later ones do with answers in flight what is said here.
         """
         self._in_flight = in_flight
-        if in_flight is InFlight.DRAIN:
-            self._hurried.clear()
-        else:
+        if in_flight is not InFlight.DRAIN:
             self._hurried.set()
+        elif not self._stop.is_set():
+            self._hurried.clear()
         if self.swap.stage is Stage.VERIFYING and target == self.swap.previous:
             self._recalled.set()
         if not keeps(self.swap, target):
