@@ -7,8 +7,9 @@ import msgspec
 
 from slackwater.checkpoint.canary import Canary
 from slackwater.cli.text import counted
-from slackwater.errors import AuthError, InvalidInputError
+from slackwater.errors import InvalidInputError
 from slackwater.publish.model_files import fitting_canary
+from slackwater.publish.small_file import read_small
 
 _MAX_BYTES: Final = 65_536
 """Of the file: several times what the longest canary takes."""
@@ -48,14 +49,7 @@ def canary_text(canary: Canary) -> str:
 
 
 def _read(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            body = file.read(_MAX_BYTES + 1)
-    except PermissionError as error:
-        raise AuthError(f"the canary {path} may not be read", hint="give this user the right to it") from error
-    except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise InvalidInputError(f"the canary {path} can't be read: {reason}", hint="check its path") from error
+    body = read_small(path, "the canary", _MAX_BYTES)
     if len(body) > _MAX_BYTES:
         raise InvalidInputError(
             f"the canary {path} has more than {_MAX_BYTES} bytes", hint="name a file that holds one"

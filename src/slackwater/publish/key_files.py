@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Final
 
 from slackwater.checkpoint.signature import Signer, TrustedKeys
-from slackwater.errors import AuthError, InvalidInputError
+from slackwater.errors import InvalidInputError
+from slackwater.publish.small_file import read_small
 
 _MAX_KEY_BYTES: Final = 65_536
 _PUBLIC: Final = b"PUBLIC KEY-----"
@@ -80,14 +81,7 @@ def _read_public(path: Path) -> str:
 
 
 def _read(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            body = file.read(_MAX_KEY_BYTES + 1)
-    except PermissionError as error:
-        raise AuthError(f"the key file {path} may not be read", hint="give this user the right to it") from error
-    except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise InvalidInputError(f"the key file {path} can't be read: {reason}", hint="check its path") from error
+    body = read_small(path, "the key file", _MAX_KEY_BYTES)
     if len(body) > _MAX_KEY_BYTES:
         raise InvalidInputError(f"{path} is larger than any key", hint="name a file that holds one key")
     return body

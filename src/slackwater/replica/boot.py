@@ -107,6 +107,6 @@ async def _prove(engine: Engine, table: StateTable, manifest: Manifest, threads:
     wrong = await joined(partial(first_difference, engine, all_tiles(table), threads, stop), stop)
     if wrong is not None:
         raise CorruptError(
-            f"the engine does not hold {wrong.name}, tile {wrong.tile.index}, of anchor {manifest.version}",
+            f"the engine does not hold {wrong.place} of anchor {manifest.version}",
             hint="load the checkpoint's own dtype; else delete the replica's cache folder and start again",
         )

@@ -364,8 +364,4 @@ class Exchange:
 
 
 def _told(check: Check | None) -> str | None:
-    return (
-        None
-        if check is None
-        else f"{check.name}, tile {check.tile.index}, in the engine's memory is not as it should be"
-    )
+    return None if check is None else f"{check.place} in the engine's memory is not as it should be"

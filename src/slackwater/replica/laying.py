@@ -12,7 +12,7 @@ from slackwater.engine.base import Engine, TileReader
 from slackwater.errors import ConflictError, SlackwaterError, SpoiltError, WrongBaseError
 from slackwater.ids import ObjectDigest
 from slackwater.replica.overlay import Overlay
-from slackwater.replica.prepare import Prepared, prepare_anchor, prepare_delta, state_after
+from slackwater.replica.prepare import Prepared, memory_spoilt, prepare_anchor, prepare_delta, state_after
 from slackwater.replica.race import Stop, first, joined
 from slackwater.replica.source import VersionSource
 
@@ -120,7 +120,4 @@ async def _decoded(decode: Callable[[], Prepared | None], stop: Stop) -> Prepare
     try:
         return await joined(decode, stop)
     except WrongBaseError as error:
-        raise SpoiltError(
-            f"the engine's memory has changed by itself: {error.message}",
-            hint="restart the replica; look at its memory, and don't trust its last answers",
-        ) from error
+        raise memory_spoilt(f"the engine's memory has changed by itself: {error.message}") from error

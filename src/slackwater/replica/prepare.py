@@ -19,7 +19,7 @@ from slackwater.checkpoint.outline import Outline
 from slackwater.checkpoint.state import StateTable
 from slackwater.checkpoint.tensor import TensorSpec, Tile, TileWrite
 from slackwater.engine.base import Engine, TileReader
-from slackwater.errors import ConflictError, CorruptError, WrongBaseError
+from slackwater.errors import ConflictError, CorruptError, SpoiltError, WrongBaseError
 from slackwater.replica.race import Stop
 from slackwater.replica.source import TileBodies
 from slackwater.weights.diff import table_of
@@ -34,6 +34,11 @@ class Check:
     tile: Tile
     digest: int
     """`slackwater.checkpoint.digest.tile_digest`."""
+
+    @property
+    def place(self) -> str:
+        """Where, for people."""
+        return f"{self.name}, tile {self.tile.index},"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,13 +97,13 @@ def prepare_anchor(
         before, check = pair
         found = tile_digest(engine.read(check.name, check.tile))
         if found != before.digest:
-            raise WrongBaseError(f"{check.name}, tile {check.tile.index}, isn't what the version in place has")
+            raise WrongBaseError(f"{check.place} isn't what the version in place has")
         if found == check.digest:
             return []
         values = check.tile.take(source.bits(check.name))
         if tile_digest(values) != check.digest:
             raise CorruptError(
-                f"{check.name}, tile {check.tile.index}, in {folder} is not the anchor's",
+                f"{check.place} in {folder} is not the anchor's",
                 hint="delete the replica's cache folder; if that does not help, publish a new anchor",
             )
         return [_made(TileWrite(name=check.name, tile=check.tile, positions=None, values=values), check.digest, found)]
@@ -188,6 +193,11 @@ def _made(write: TileWrite, after: int, before: int) -> _Made:
         return Check(name=write.name, tile=write.tile, digest=digest)
 
     return write, check(after), check(before)
+
+
+def memory_spoilt(what: str) -> SpoiltError:
+    """The error of an engine whose memory isn't what it was given: ``what`` was found, in words."""
+    return SpoiltError(what, hint="restart the replica; look at its memory, and don't trust its last answers")
 
 
 _Item = TypeVar("_Item")

@@ -5,8 +5,8 @@ from typing import Final
 
 from slackwater.checkpoint.outline import Outline
 from slackwater.clock import Clock
-from slackwater.errors import SpoiltError
 from slackwater.replica.exchange import Exchange
+from slackwater.replica.prepare import memory_spoilt
 
 SLICE_BYTES: Final = 8 * 1024 * 1024
 """Of weights that are read at once, or one tile where that is larger."""
@@ -24,10 +24,7 @@ async def scrub(exchange: Exchange, clock: Clock, period_s: float) -> None:
             await clock.sleep(period_s * share)
             wrong = await exchange.look_at(tiles)
             if wrong is not None:
-                raise SpoiltError(
-                    f"{wrong}, and no swap wrote it",
-                    hint="restart the replica; look at its memory, and don't trust its last answers",
-                )
+                raise memory_spoilt(f"{wrong}, and no swap wrote it")
 
 
 def slices(outline: Outline) -> Iterator[tuple[range, float]]:

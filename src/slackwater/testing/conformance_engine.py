@@ -100,8 +100,8 @@ async def first_token(answer: Answer) -> int:
     return (await anext(aiter(answer))).token_id
 
 
-class EngineTests:
-    """The contract of `slackwater.engine.base.Engine`, one test per promise."""
+class EngineFixtures:
+    """The engines of a suite."""
 
     @pytest.fixture
     def open_engine(self) -> OpenEngine:
@@ -121,6 +121,10 @@ class EngineTests:
         engine = await open_engine()
         yield engine
         await engine.close()
+
+
+class EngineTests(EngineFixtures):
+    """The contract of `slackwater.engine.base.Engine`, one test per promise."""
 
     async def test_a_seed_reproduces_an_answer(self, engine: Engine, other: Engine) -> None:
         """Same seed: same tokens and bits, also on another engine; another seed: other tokens."""

@@ -22,7 +22,7 @@ from slackwater.testing.conformance_engine import (
     LONG,
     SECOND,
     SHORT,
-    OpenEngine,
+    EngineFixtures,
     answered,
     digest,
     finished,
@@ -76,27 +76,8 @@ def cut_of(steps: Sequence[TokenStep], version: Version = SECOND) -> int:
     return cut
 
 
-class InFlightTests:
+class InFlightTests(EngineFixtures):
     """`InFlight`, drains, proofs, spoilt weights and reuse of KV: one test per promise of `Engine`."""
-
-    @pytest.fixture
-    def open_engine(self) -> OpenEngine:
-        """Adapters override this fixture."""
-        raise NotImplementedError
-
-    @pytest.fixture
-    async def engine(self, open_engine: OpenEngine) -> AsyncIterator[Engine]:
-        """A fresh engine under `FIRST`."""
-        engine = await open_engine()
-        yield engine
-        await engine.close()
-
-    @pytest.fixture
-    async def other(self, open_engine: OpenEngine) -> AsyncIterator[Engine]:
-        """Another one."""
-        engine = await open_engine()
-        yield engine
-        await engine.close()
 
     @pytest.mark.parametrize("mode", _CUTS)
     async def test_f38_answers_that_are_cut_keep_their_tokens(self, engine: Engine, mode: InFlight) -> None:
