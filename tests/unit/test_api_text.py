@@ -1,10 +1,11 @@
 """Text is a view of ids: never half a character, never a part of a stop string."""
 
+import re
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
@@ -13,6 +14,7 @@ from slackwater.api.tokens import ChatTokenizer
 from slackwater.errors import InvalidInputError, NotFoundError
 from slackwater.testing.tiny_model import END_OF_TEXT, IM_END, TINY_VOCAB, write_tiny_tokenizer
 
+SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 BYTES = TokenTable(pieces=tuple(bytes([value]) for value in range(256)), special=frozenset())
 STOPS = st.lists(st.text("ab\U0001f60a", min_size=1, max_size=4), max_size=3)
 
@@ -41,9 +43,10 @@ def test_joined_pieces_are_the_tokenizers_own_text(
     assert joined == reference.decode(ids, skip_special_tokens=True) == tokenizer.decode(ids)
 
 
-@given(text=st.text(max_size=60))
-def test_text_comes_back_through_its_ids(tokenizer: ChatTokenizer, text: str) -> None:
-    assert tokenizer.decode(tokenizer.encode(text)) == text
+@given(text=st.lists(st.text(max_size=20) | st.sampled_from(SPECIALS), max_size=4).map("".join))
+@example(text=SPECIALS[0])
+def test_text_comes_back_through_its_ids_but_for_special_tokens_in_it(tokenizer: ChatTokenizer, text: str) -> None:
+    assert tokenizer.decode(tokenizer.encode(text)) == re.sub("|".join(map(re.escape, SPECIALS)), "", text)
 
 
 @given(data=st.binary(max_size=24), stops=STOPS)
