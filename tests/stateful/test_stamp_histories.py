@@ -17,6 +17,7 @@ from http_rig import CONTROL, Client, gated
 from replica_rig import request
 from stamp_rig import Lineage, World, played, turns
 
+from depth import examples
 from slackwater.errors import ReplicaLostError
 from slackwater.ids import ReplicaId, Version
 from slackwater.replica.app import control_routes
@@ -34,9 +35,9 @@ from slackwater.testing.history import Sampled, answers, check
 from slackwater.testing.loopback import Loopback
 from slackwater.testing.stamp import StampBugs
 
-HISTORIES: Final = int(os.environ.get("SLACKWATER_HISTORIES", "100"))
+HISTORIES: Final = int(os.environ.get("SLACKWATER_HISTORIES", examples(100)))
 FIRST_SEED: Final = int(os.environ.get("SLACKWATER_HISTORY_SEED", "0"))
-ROUNDS: Final = max(60, HISTORIES // 10)
+ROUNDS: Final = max(examples(60), HISTORIES // 10)
 
 OpenWorld = Callable[..., Awaitable[World]]
 

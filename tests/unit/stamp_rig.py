@@ -25,7 +25,7 @@ from slackwater.rollout.completer import Answer
 from slackwater.rollout.request import ANY_POLICY, CompletionRequest, PolicyConstraint, SamplingSpec
 from slackwater.testing.bucket import MemoryBucket
 from slackwater.testing.clock import ManualClock
-from slackwater.testing.engine import EngineFaults
+from slackwater.testing.exchange import EngineFaults
 from slackwater.testing.history import (
     Accepted,
     Called,
@@ -347,9 +347,13 @@ def _request(newest: Version, chance: random.Random) -> tuple[tuple[int, ...], i
 
 def _spoil(world: World, chance: random.Random) -> None:
     faults = world.engine.faults
-    match chance.randrange(5):
+    match chance.choices(range(7), (2, 2, 2, 2, 2, 1, 1))[0]:
         case 0:
             faults.commit_at_write = chance.randrange(4)
+        case 5:
+            faults.commit_dies_at_write = chance.randrange(4)
+        case 6:
+            faults.undo_dies_at_write = chance.randrange(4)
         case 4:
             faults.flip_bit = True
         case 1:

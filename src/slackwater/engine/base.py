@@ -168,6 +168,7 @@ class Engine(TileReader, Protocol):
 
         Raises:
             SwapError: It failed; the old version is in place and serves.
+            UnavailableError: The engine died; nobody knows what its memory holds.
         """
         ...
 
@@ -185,6 +186,7 @@ class Engine(TileReader, Protocol):
 
         Raises:
             SwapError: ``staged`` isn't the last commit.
+            UnavailableError: As for `commit`.
         """
         ...
 

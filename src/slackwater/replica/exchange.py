@@ -13,7 +13,7 @@ from slackwater.checkpoint.state import StateTable
 from slackwater.clock import Clock
 from slackwater.config.in_flight import InFlight
 from slackwater.engine.base import CommitReport, Proof, Staged
-from slackwater.errors import CanaryError, SlackwaterError, SpoiltError, SwapError
+from slackwater.errors import CanaryError, SlackwaterError, SpoiltError, SwapError, UnavailableError
 from slackwater.ids import StateDigest, Version
 from slackwater.replica.boot import Booted
 from slackwater.replica.canary import HINT, canary_off
@@ -139,7 +139,8 @@ class Exchange:
             CanaryError: The engine doesn't compute with it as its trainer does, and was put back.
             SwapError: Staging, committing or undoing failed, or the engine didn't hold what was committed and was put
                 back; ``swap.serves`` says what is left.
-            UnavailableError: The bucket doesn't answer.
+            UnavailableError: The bucket doesn't answer; or the engine died. Where that was in its commit or undo,
+                ``swap.serves`` is false now.
         """
         self._stop = Stop()
         self._on(Event.BEGIN, chain[-1].version)
@@ -296,18 +297,31 @@ class Exchange:
         proof = self._proof(ready) if strict else None
         async with self._memory:
             commit = self._engine.commit(ready.staged, version, in_flight=in_flight, proof=proof)
-            report = await self._or_fail(self._in_time(commit))
-            if report is None:
-                self._on(Event.HUNG)
-                self._taken_back.append(version)
-                raise SwapError(
-                    f"the commit of version {version} did not end within {self._limits.lease_s:g} s",
-                    hint="restart the replica",
-                )
+            report = await self._answered(commit, version)
             self._on(Event.COMMITTED)
             self._last = _Commit(staged=ready.staged, before=ready.before, table=self.table)
             self.table = ready.table
         return report
+
+    async def _answered(self, commit: Coroutine[Any, Any, CommitReport], version: Version) -> CommitReport:
+        """What a commit reports. An engine that is silent, or died, hasn't said that it put the old bits back."""
+        try:
+            report = await self._in_time(commit)
+        except UnavailableError:
+            self._lost(version)
+            raise
+        except SlackwaterError:
+            self._on(Event.FAILED)
+            raise
+        if report is None:
+            self._lost(version)
+            late = f"the commit of version {version} did not end within {self._limits.lease_s:g} s"
+            raise SwapError(late, hint="restart the replica")
+        return report
+
+    def _lost(self, version: Version) -> None:
+        self._on(Event.HUNG)
+        self._taken_back.append(version)
 
     def _proof(self, ready: _Ready) -> Proof:
         """Compares what was written with the manifest's digests; for the engine to call in its pause."""

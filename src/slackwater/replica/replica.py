@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -114,7 +114,7 @@ class Replica:
             return State.CLOSED
         if self._broken or (self._exchange is not None and not self._exchange.swap.serves):
             return State.RETIRED
-        if self._engine is not None and self._engine.stats().failure:
+        if self._engine_failure():
             return State.RETIRED
         return State.SERVING if self._started else State.STARTING
 
@@ -212,7 +212,7 @@ class Replica:
             state_digest=None if table is None else table.digest,
             in_flight=self._under_way(),
             waiting=self._waiting,
-            last_error=self._error,
+            last_error=self._last_error(),
             swaps=() if self._journey is None else self._journey.swaps,
         )
 
@@ -251,6 +251,16 @@ class Replica:
         self._settled.set()
         if self._engine is not None:
             await self._engine.close()
+
+    def _engine_failure(self) -> str:
+        return "" if self._engine is None else self._engine.stats().failure
+
+    def _last_error(self) -> LastError | None:
+        """Of the attempts, or why the engine no longer answers, where that was in none."""
+        failure = "" if self._closed else self._engine_failure()
+        if self._error is not None or not failure:
+            return self._error
+        return LastError(kind=UnavailableError.kind, message=f"the engine failed: {failure}", version=self._target)
 
     def _under_way(self) -> int:
         if self._engine is None or self._closed:
@@ -394,7 +404,8 @@ class Replica:
     async def _abandon(self) -> None:
         """Retired: no further token of unknown weights may leave."""
         engine, limit = _needed(self._engine), self._options.exchange.lease_s
-        await first(engine.abort_all(), self._clock.sleep(limit))
+        with suppress(UnavailableError):  # an engine that died has ended its answers by itself
+            await first(engine.abort_all(), self._clock.sleep(limit))
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.get_running_loop().create_task(work, name=f"replica-{name}")

@@ -7,8 +7,8 @@ The rules, which the table below spells out and `docs/swap.md` draws:
    forgotten.
 3. The label follows the weights: ``version`` changes in ``committed`` and ``undone``, the two events that
    report that the engine exchanged bits, and nowhere else.
-4. A commit that fails has put the old bits back by itself. A commit that gives no answer is not trusted:
-   ``retired``.
+4. A commit that fails has put the old bits back by itself. A commit that gives no answer, or whose engine died, is
+   not trusted: ``retired``.
 5. What was committed is provisional until its bits, read back, have the manifest's digests. If they differ,
    it is undone. An undo that fails, or whose bits differ, retires the replica: it serves nothing any more.
 6. Only the last commit can be undone, once.
@@ -81,7 +81,7 @@ class Event(StrEnum):
     SPOILT = "spoilt"
     """The engine's memory isn't what the version in place has, and no swap wrote that."""
     HUNG = "hung"
-    """The engine gave no answer by the deadline."""
+    """The engine gave no answer by the deadline, or died."""
 
 
 class Effect(StrEnum):

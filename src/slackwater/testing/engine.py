@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 
 import numpy as np
@@ -25,14 +25,16 @@ from slackwater.errors import (
     InvalidInputError,
     NotFoundError,
     PolicyUnmetError,
+    ReplicaLostError,
     SlackwaterError,
     SwapError,
     UnavailableError,
 )
 from slackwater.ids import BootId, ReplicaId, RunId, Version
 from slackwater.rollout.completer import Answer
-from slackwater.rollout.evidence import Finish, Origin, PolicySpan, TokenStep, grown
+from slackwater.rollout.evidence import Finish, Origin, PolicySpan, TokenStep, grown, pack_mask
 from slackwater.rollout.request import CompletionRequest
+from slackwater.testing.exchange import EngineFaults, TableStaged, ours, write_all
 from slackwater.testing.runs import TableAnswer, TableRun
 
 VOCAB_SIZE = 1000
@@ -70,39 +72,6 @@ def _draw(chain: bytes, stamp: bytes, seed: int) -> int:
 def _extend(chain: bytes, stamp: bytes, token: int) -> bytes:
     """The KV of one more position: everything before it, the weights that built it, and its token."""
     return hashlib.sha256(chain + stamp + token.to_bytes(4, "little")).digest()
-
-
-@dataclass(eq=False)
-class TableStaged:
-    """Copies of the writes, and the bits that they replace."""
-
-    writes: tuple[TileWrite, ...]
-    saved: tuple[Bits, ...]
-    generation: object
-    """Of the weights that it was staged on; on others it is refused."""
-
-    @property
-    def num_bytes(self) -> int:
-        """See `Staged.num_bytes`."""
-        return sum(write.num_bytes for write in self.writes) + sum(bits.nbytes for bits in self.saved)
-
-
-@dataclass(eq=False, kw_only=True)
-class EngineFaults:
-    """What is to go wrong; a test sets fields, each fires once unless it says otherwise."""
-
-    stage: SlackwaterError | None = None
-    """The next stage raises this."""
-    commit_at_write: int | None = None
-    """The next commit raises before this write; the writes before it are put back."""
-    flip_bit: bool = False
-    """The next commit flips one bit of its first write: corruption between decoding and applying."""
-    undo: bool = False
-    """The next undo raises."""
-    flip_undo: bool = False
-    """The next undo puts back a wrong bit."""
-    stall: bool = False
-    """Commits and undos begin and never end, until this is unset and `TableEngine.release` is called."""
 
 
 class TableEngine:
@@ -145,6 +114,7 @@ class TableEngine:
         self._wake = asyncio.Event()
         self._loop: asyncio.Task[None] | None = None
         self._closed = False
+        self._failure = ""
 
     @property
     def stamp(self) -> bytes:
@@ -170,6 +140,18 @@ class TableEngine:
         self._steps_allowed = None if steps is None else (self._steps_allowed or 0) + steps
         self._wake.set()
 
+    def die(self, why: str) -> UnavailableError:
+        """A rank of the engine's group dies: memory stays as it is, every answer under way ends in a ReplicaLostError.
+
+        From here on nothing is made, and calls raise the error returned. Only the first death counts.
+        """
+        self._failure = self._failure or why
+        for run in self._runs:
+            run.end(None, ReplicaLostError(f"the engine died: {self._failure}", hint="start the replica again"))
+        self._refuse_controls(self._unavailable())
+        self._wake.set()
+        return self._unavailable()
+
     def poke(self, name: str, position: int) -> None:
         """Flip the lowest bit of one element, as a stray write would."""
         self._weights[name][position] ^= 1
@@ -190,7 +172,7 @@ class TableEngine:
         """See `Engine.stats`."""
         live = sum(not run.ended for run in self._runs)
         active = min(live, self._slots)
-        failure = "the engine is closed" if self._closed else ""
+        failure = self._failure or ("closed" if self._closed else "")
         return EngineStats(version=self._version, active=active, waiting=live - active, failure=failure)
 
     async def generate(self, request: CompletionRequest, *, ahead: bool = False) -> Answer:
@@ -199,7 +181,8 @@ class TableEngine:
         room = self._window - len(request.prompt_ids)
         if room < 1:
             raise ContextLengthError(f"the prompt has {len(request.prompt_ids)} tokens, the window {self._window}")
-        if any(not 0 <= token < VOCAB_SIZE for token in (*request.prompt_ids, *request.forced_ids)):
+        named = (*request.prompt_ids, *request.forced_ids, *request.sampling.named_ids)
+        if any(not 0 <= token < VOCAB_SIZE for token in named):
             raise InvalidInputError(f"a token id is outside the vocabulary of {VOCAB_SIZE}")
         seed = next(self._seeds) if request.sampling.seed is None else request.sampling.seed
         wanted = len(request.forced_ids) or request.sampling.max_tokens
@@ -262,16 +245,20 @@ class TableEngine:
         proof: Proof | None = None,
     ) -> CommitReport:
         """See `Engine.commit`."""
-        return await self._between_steps(lambda: self._commit(_ours(staged), version, in_flight, proof))
+        return await self._between_steps(lambda: self._commit(ours(staged), version, in_flight, proof))
 
     async def undo(
         self, staged: Staged, version: Version, *, in_flight: InFlight = InFlight.CONTINUE, spoilt: bool = False
     ) -> CommitReport:
         """See `Engine.undo`."""
-        return await self._between_steps(lambda: self._undo(_ours(staged), version, in_flight, spoilt=spoilt))
+        return await self._between_steps(lambda: self._undo(ours(staged), version, in_flight, spoilt=spoilt))
 
     async def abort_all(self) -> int:
         """See `Engine.abort_all`."""
+        self._check_open()
+        return self._abort_all()
+
+    def _abort_all(self) -> int:
         live = [run for run in self._runs if not run.ended]
         for run in live:
             run.end(Finish.ABORT)
@@ -280,19 +267,25 @@ class TableEngine:
     async def close(self) -> None:
         """See `Engine.close`."""
         self._closed = True
-        await self.abort_all()
+        self._abort_all()
         if self._loop is not None:
             self._loop.cancel()
             with suppress(asyncio.CancelledError):
                 await self._loop
+        self._refuse_controls(SwapError("the engine was closed"))
+
+    def _refuse_controls(self, error: SlackwaterError) -> None:
         for _, future in self._controls:
             if not future.done():
-                future.set_exception(SwapError("the engine was closed"))
+                future.set_exception(error)
         self._controls.clear()
 
+    def _unavailable(self) -> UnavailableError:
+        return UnavailableError(f"the engine doesn't answer: {self.stats().failure}", hint="start the replica again")
+
     def _check_open(self) -> None:
-        if self._closed:
-            raise UnavailableError("the engine is closed")
+        if self._closed or self._failure:
+            raise self._unavailable()
 
     def _check_write(self, write: TileWrite) -> None:
         spec = self._specs.get(write.name)
@@ -313,28 +306,17 @@ class TableEngine:
         return await future
 
     def _commit(self, staged: TableStaged, version: Version, in_flight: InFlight, proof: Proof | None) -> CommitReport:
-        self._write(staged)
+        if staged.generation is not self._generation:
+            raise SwapError("these writes were staged on other weights")
+        dies_at, self.faults.commit_dies_at_write = self.faults.commit_dies_at_write, None
+        if dies_at is not None:
+            staged.put(self._weights, dies_at)
+            raise self.die(f"a rank died before write {dies_at} of a commit")
+        write_all(staged, self._weights, self.faults)
         self._prove(staged, proof)
         self._last = staged
         self.commits += 1
         return self._flip(staged, version, in_flight, spoilt=None)
-
-    def _write(self, staged: TableStaged) -> None:
-        """Write all, or none where a fault is scripted."""
-        fail_at, self.faults.commit_at_write = self.faults.commit_at_write, None
-        flip, self.faults.flip_bit = self.faults.flip_bit, False
-        if staged.generation is not self._generation:
-            raise SwapError("these writes were staged on other weights")
-        for index, write in enumerate(staged.writes):
-            if index == fail_at:
-                self._restore(staged)
-                raise SwapError(f"the commit failed at write {index}, {write.name!r}")
-            write.put(self._weights[write.name])
-        if fail_at is not None and fail_at >= len(staged.writes):
-            self._restore(staged)
-            raise SwapError("the commit failed after its last write")
-        if flip and staged.writes:
-            self._spoil(staged.writes[0])
 
     def _prove(self, staged: TableStaged, proof: Proof | None) -> None:
         wrong: str | None = "a proof that didn't end"
@@ -342,7 +324,7 @@ class TableEngine:
             wrong = proof() if proof else None
         finally:
             if wrong is not None:
-                self._restore(staged)
+                staged.put_back(self._weights)
         if wrong is not None:
             raise SwapError(f"{wrong} was not what it should be")
 
@@ -351,18 +333,14 @@ class TableEngine:
         flip, self.faults.flip_undo = self.faults.flip_undo, False
         if fail or staged is not self._last:
             raise SwapError("this is not the last commit" if not fail else "the undo failed")
-        self._restore(staged)
-        if flip and staged.writes:
-            self._spoil(staged.writes[0])
+        dies_at, self.faults.undo_dies_at_write = self.faults.undo_dies_at_write, None
+        staged.put_back(self._weights, dies_at)
+        if dies_at is not None:
+            raise self.die(f"a rank died before write {dies_at} of an undo")
+        if flip:
+            staged.spoil(self._weights)
         self._last = None
         return self._flip(staged, version, in_flight, spoilt=self._version if spoilt else None)
-
-    def _restore(self, staged: TableStaged) -> None:
-        for write, saved in zip(staged.writes, staged.saved, strict=True):
-            write.tile.put(self._weights[write.name], saved)
-
-    def _spoil(self, write: TileWrite) -> None:
-        self._weights[write.name][write.tile.start] ^= 1
 
     def _flip(
         self, staged: TableStaged, version: Version, in_flight: InFlight, *, spoilt: Version | None
@@ -411,7 +389,7 @@ class TableEngine:
             self._loop = asyncio.get_running_loop().create_task(self._serve())
 
     async def _serve(self) -> None:
-        while True:
+        while not self._failure:
             stepped = self._step()
             if not (self._settle_controls() or stepped):
                 self._wake.clear()
@@ -462,6 +440,8 @@ class TableEngine:
                 version=self._version,
                 top_ids=(token,) if some else (),
                 top_logprobs=(logprob,) if some else (),
+                raw_logprob=logprob if request.sampling.raw_logprobs else None,
+                mask=pack_mask((token,)) if request.sampling.sampling_mask else None,
                 kv=run.kv,
                 finish=run.finish_with(token),
             )
@@ -489,9 +469,3 @@ class TableEngine:
         run.kv = () if builders == {self._version} else kv
         built_by = builders.pop() if len(builders) == 1 else None
         run.origin = replace(run.origin, prompt_version=built_by, cached_tokens=cached)
-
-
-def _ours(staged: Staged) -> TableStaged:
-    if not isinstance(staged, TableStaged):
-        raise SwapError("these writes were staged by another engine")
-    return staged

@@ -23,7 +23,8 @@ from slackwater.engine.base import CommitReport, Proof
 from slackwater.ids import BootId, ReplicaId, Version
 from slackwater.rollout.evidence import PolicySpan, TokenStep, spans
 from slackwater.rollout.request import CompletionRequest
-from slackwater.testing.engine import VOCAB_SIZE, TableEngine, TableStaged
+from slackwater.testing.engine import VOCAB_SIZE, TableEngine
+from slackwater.testing.exchange import TableStaged
 from slackwater.testing.runs import TableRun
 
 _ROOT = b"stamp"
