@@ -60,7 +60,7 @@ class Scale:
     """Of them, those that peers are run beside."""
     dense_samples: int = 12
     """Pauses where every element changes."""
-    swaps: int = 8
+    swaps: int = 24
     """Versions taken under load, of each set."""
 
 
@@ -189,6 +189,7 @@ def _served_claims(item: Served) -> list[Claim]:
         "step_ms": _MILLI * item.median("step"),
         "token_gap_ms": _MILLI * item.median("gap"),
         "longest_gap_ms": _MILLI * item.most("longest"),
+        "quiet_over_step_ms": _MILLI * item.median("quiet_over_step"),
     }
     return [Claim(name=f"{item.name}_{name}", value=value) for name, value in values.items()]
 

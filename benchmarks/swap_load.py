@@ -3,10 +3,10 @@
 import asyncio
 import statistics
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Final
 
@@ -15,7 +15,8 @@ import numpy as np
 from slackwater.clock import SystemClock
 from slackwater.engine.base import EngineDescription
 from slackwater.engine.scatter import warm
-from slackwater.engine.torch.core import Core, shapes
+from slackwater.engine.torch.batch import Shaping
+from slackwater.engine.torch.core import Core
 from slackwater.engine.torch.engine import TorchEngine
 from slackwater.engine.torch.model import load
 from slackwater.errors import SlackwaterError
@@ -82,15 +83,17 @@ async def open_engine(folder: Path, version: Version, clock: StillClock) -> tupl
     model = await asyncio.to_thread(load, folder)
     await asyncio.to_thread(warm, {spec.bits_dtype for spec in model.specs.values()})
     window = min(WINDOW, model.window)
+    # Probes are compared to the bit with a fresh engine's, which serves nobody else.
+    shaping = Shaping(slots=SLOTS, invariant=True)
     description = EngineDescription(
         model=model.architecture,
         window=window,
         vocab_size=model.vocab_size,
         slots=SLOTS,
-        numerics=model.numerics(shapes(slots=SLOTS, threads=1)),
+        numerics=model.numerics(f"{shaping}, 1 threads"),
         eos_token_ids=model.eos_token_ids,
     )
-    core = Core(model, slots=SLOTS, window=window, version=version)
+    core = Core(model, shaping, window=window, version=version)
     origin = Origin(replica=ReplicaId("replica-0"), boot=BootId("boot-0"), run=RUN, seed=0)
     engine = TorchEngine(model, core, description=description, origin=origin, threads=1, clock=clock)
     return engine, Live(tensors=model.parameters)
@@ -135,7 +138,9 @@ class Streams:
     async def first_of(self, version: Version) -> float:
         """When the first token of a version was read, by whomever; waits for it."""
         while True:
-            found = [token.at for tokens in self.tokens for token in tokens[::-1] if token.version == version]
+            found = [
+                token.at for tokens in self.tokens for token in _newest(tokens, version) if token.version == version
+            ]
             if found:
                 return min(found)
             await self.next_token()
@@ -194,6 +199,14 @@ class Streams:
         ]
         return statistics.median(gaps)
 
+    def last(self, begin: float, end: float) -> float:
+        """The longest, in seconds, of the readers' last waits that lie between two moments, one of each reader."""
+        whole = (
+            [other.at - one.at for one, other in pairwise(tokens) if begin <= one.at and other.at <= end]
+            for tokens in self.tokens
+        )
+        return max(waits[-1] for waits in whole if waits)
+
     def longest(self, begin: float, end: float) -> float:
         """The longest wait that overlaps two moments, in seconds."""
         return max(
@@ -202,6 +215,11 @@ class Streams:
             for one, other in pairwise(tokens)
             if one.at <= end and begin <= other.at
         )
+
+
+def _newest(tokens: Sequence[Token], version: Version) -> Iterator[Token]:
+    """Those from a version on, the last first: all that is looked at while the engine is measured."""
+    return takewhile(lambda token: token.version >= version, reversed(tokens))
 
 
 @asynccontextmanager

@@ -52,11 +52,18 @@ class Swap:
     """The longest wait of any reader from the commit in the bucket to the end of the verification."""
     step: float
     """The median wait just before."""
+    quiet: float
+    """The longest wait of any reader for its last token there: what ``gap`` is where nothing is swapped."""
 
     @property
     def over_step(self) -> float:
         """What a reader waited beyond a normal step."""
         return self.gap - self.step
+
+    @property
+    def quiet_over_step(self) -> float:
+        """The same without a swap: steps swing by themselves."""
+        return self.quiet - self.step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,9 +183,10 @@ async def measured(name: str, work: Path, model: Path, pair: Pair, swaps: int) -
 
 async def _swap(follower: _Follower, streams: Streams, number: int) -> Swap:
     version = Version(number)
-    quiet = time.perf_counter()
+    begin = time.perf_counter()
     await streams.all_have(_QUIET)
-    step = streams.step(quiet, time.perf_counter())
+    end = time.perf_counter()
+    step, quiet = streams.step(begin, end), streams.last(begin, end)
     committed = await follower.publish(number)
     first = await streams.first_of(version)
     await follower.confirmed(version)
@@ -190,6 +198,7 @@ async def _swap(follower: _Follower, streams: Streams, number: int) -> Swap:
         gap=streams.gap(version),
         longest=streams.longest(committed, verified),
         step=step,
+        quiet=quiet,
     )
 
 

@@ -43,6 +43,7 @@ def served(found: Sequence[Served]) -> Table:
         "longest wait until it is verified": "longest",
         "a normal step": "step",
         "wait across the swap less a step": "over_step",
+        "the same without a swap": "quiet_over_step",
     }
     for title, name in rows.items():
         table.add_row(title, *(_spread([getattr(swap, name) for swap in item.swaps]) for item in found))

@@ -29,7 +29,7 @@ from swap_still import Still
 SCALE = swap.Scale(samples=3, beside=2, dense_samples=2, swaps=2)
 STILL = {"pause_p50_ms", "pause_p99_ms", "undo_p50_ms", "undo_p99_ms", "dense_copy_ms", "nan_patch_ms",
          "scatter_limit_ms", "staged_mb", "strict_pause_p50_ms"}  # fmt: skip
-SERVED = {"to_first_token_ms", "served_pause_ms", "step_ms", "token_gap_ms", "longest_gap_ms"}
+SERVED = {"to_first_token_ms", "served_pause_ms", "step_ms", "token_gap_ms", "longest_gap_ms", "quiet_over_step_ms"}
 NAMES = {
     *(f"{name}_{what}" for name in ("p019", "p142", "p100") for what in STILL),
     *(f"{name}_{what}" for name in ("p019", "p142") for what in SERVED),
@@ -121,6 +121,8 @@ def test_waits_are_taken_where_they_should() -> None:
     streams.tokens[1] = [Token(at=at, version=Version(version)) for at, version in ((0.5, 1), (1.5, 1), (3.5, 2))]
     assert streams.gap(Version(2)) == 3
     assert streams.step(0, 2) == 1
+    assert streams.last(0, 4) == 2
+    assert streams.last(0, 3) == 1
     assert streams.longest(0, 1) == 1
     assert streams.longest(4, 4.5) == 3
     assert asyncio.run(streams.first_of(Version(2))) == 3.5
