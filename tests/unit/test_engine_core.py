@@ -10,11 +10,11 @@ import torch
 import transformers
 
 from slackwater.checkpoint.tensor import TileWrite, tiles
-from slackwater.engine.torch.core import PREFILL_CHUNKS, Core
+from slackwater.engine.torch.batch import CHUNK, Shaping
+from slackwater.engine.torch.core import Core
 from slackwater.engine.torch.model import LoadedModel, load
 from slackwater.engine.torch.replay import Replayer
 from slackwater.engine.torch.sequence import Began, Ended, Event, Failed, Made
-from slackwater.engine.torch.slots import CHUNK
 from slackwater.engine.torch.weights import StagedWrites, WeightBits
 from slackwater.errors import CorruptError, InvalidInputError, PolicyUnmetError
 from slackwater.ids import RequestId, Version
@@ -45,7 +45,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def core_of(model: LoadedModel, *, slots: int = 4) -> Core:
-    return Core(model, slots=slots, window=256, version=V7)
+    return Core(model, Shaping(slots=slots, invariant=True), window=256, version=V7)
 
 
 def sampling(max_tokens: int = 20) -> SamplingSpec:
@@ -233,7 +233,7 @@ def test_a_replayer_refuses_what_it_cannot_hold(folder: Path) -> None:
 
 
 def test_a_swap_during_prefill_starts_the_prompt_over(model: LoadedModel, folder: Path) -> None:
-    long = [5] * (CHUNK * PREFILL_CHUNKS + 40)
+    long = [5] * (Shaping(slots=4, invariant=True).budget + 40)
     core = core_of(model)
     core.add(0, request(long), seed=3)
     assert core.step() == []
@@ -296,7 +296,7 @@ def test_f42_numbers_that_are_none_fail_the_answer_and_leave_nothing_behind(mode
 
 
 def test_f42_a_prompt_begun_under_weights_that_are_nan_is_answered_by_good_ones(model: LoadedModel) -> None:
-    long = tuple(range(1, CHUNK * PREFILL_CHUNKS + 40))
+    long = tuple(range(1, Shaping(slots=4, invariant=True).budget + 40))
     other = (*long[: 2 * CHUNK], *range(300, 340))
     wanted = {0: alone(model, request(long)), 1: alone(model, request(long)), 2: alone(model, request(other))}
     core = core_of(model)

@@ -13,13 +13,13 @@ import transformers
 
 from slackwater.checkpoint.tensor import WIDTHS, TileWrite, tiles
 from slackwater.config.in_flight import InFlight
-from slackwater.engine.torch.core import PREFILL_CHUNKS, Core
+from slackwater.engine.torch.batch import CHUNK, Shaping
+from slackwater.engine.torch.core import Core
 from slackwater.engine.torch.engine import TorchEngine
 from slackwater.engine.torch.model import LoadedModel, load
 from slackwater.engine.torch.replay import Replayer
 from slackwater.engine.torch.sampler import Drawn
 from slackwater.engine.torch.sequence import Event, Failed, Made, Sequence
-from slackwater.engine.torch.slots import CHUNK
 from slackwater.engine.torch.weights import WeightBits
 from slackwater.errors import PolicyUnmetError, SwapError, UnavailableError
 from slackwater.ids import BootId, ReplicaId, RequestId, RunId, Version
@@ -29,7 +29,8 @@ from slackwater.testing.tiny_model import write_tiny_model
 
 V7, V8, V9 = Version(7), Version(8), Version(9)
 ANY_KV = PolicyConstraint(any_kv=True)
-LONGER = CHUNK * PREFILL_CHUNKS + 40
+INVARIANT = Shaping(slots=4, invariant=True)
+LONGER = INVARIANT.budget + 40
 """Tokens of a prompt that one step doesn't compute."""
 
 
@@ -51,7 +52,7 @@ class Bench:
 
     def __init__(self, folder: Path) -> None:
         self.model: LoadedModel = load(folder)
-        self.core = Core(self.model, slots=4, window=256, version=V7)
+        self.core = Core(self.model, INVARIANT, window=256, version=V7)
         self.weights = WeightBits(self.model.parameters, self.model.specs)
 
     def add(self, key: int, length: int, *, tokens: int = 60, policy: PolicyConstraint = ANY_POLICY) -> None:
@@ -229,7 +230,7 @@ def test_a_swap_in_the_midst_of_a_recompute(folder: Path, mode: InFlight) -> Non
     events += bench.run()
     steps = made(events)
     cut = [step.version for step in steps].index(V9)
-    halves = (PolicySpan(version=V8, start=0, end=CHUNK * PREFILL_CHUNKS),)
+    halves = (PolicySpan(version=V8, start=0, end=INVARIANT.budget),)
     wanted = grown(halves if mode is InFlight.CONTINUE else (), V9, LONGER + cut)
     assert [step.version for step in steps] == [V7] * cut + [V9] * (60 - cut)
     assert steps[cut].kv == wanted
@@ -242,7 +243,8 @@ def test_a_swap_between_a_recompute_and_its_next_token_is_told(folder: Path) -> 
     events = bench.steps(2)
     rows = 64 + len(made(events)) - 1
     bench.swap(V8, InFlight.RECOMPUTE)
-    list(bench.core._prefill())
+    while fills := bench.core._fills(CHUNK):
+        list(bench.core._pass([], fills, padded_to=CHUNK))
     bench.swap(V9, InFlight.CONTINUE, seed=1)
     (step,) = made(bench.core.step())
     assert step.kv == (PolicySpan(version=V8, start=0, end=rows), PolicySpan(version=V9, start=rows, end=rows + 1))
@@ -372,8 +374,9 @@ def test_kv_of_any_version_makes_the_logits_of_the_new_weights_over_old_rows(fol
     row = kept.core._rows[0]
     row.tokens.clear()
     row.kv = (old,)
-    kept.core._run_chunk(row)
-    wanted = (kept.core._prompt_logits[row.slot][0] / 0.5).log_softmax(-1)
+    kept.core._filling.append(row)
+    list(kept.core._pass([], kept.core._fills(CHUNK), padded_to=CHUNK))
+    wanted = (kept.core._prompt_logits[row.slot] / 0.5).log_softmax(-1)
     assert first.logprob == pytest.approx(float(wanted[first.token_id]), abs=1e-6)
 
 

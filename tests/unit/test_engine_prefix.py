@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slackwater.engine.torch.prefix import Seat, SlotTable
+from slackwater.engine.torch.prefix import Seat, SlotTable, common
 from slackwater.ids import Version
 from slackwater.rollout.evidence import PolicySpan
 
@@ -53,10 +53,41 @@ def test_the_chunk_of_the_last_token_is_never_shared_without_its_logits() -> Non
 
 def test_only_rows_in_place_are_shared() -> None:
     made = table()
-    filled(made, PROMPT, tokens=4)
+    made.release(filled(made, PROMPT, tokens=4))
     got = made.take(PROMPT, OLD)
     assert got is not None
     assert got.shared == 4
+
+
+def test_a_prompt_waits_for_the_rows_of_one_that_begins_alike_while_these_are_computed() -> None:
+    made = SlotTable(slots=3, chunk=1)
+    prompt = tuple(range(100))
+    slot = filled(made, prompt, tokens=4)
+    assert made.take(prompt, OLD) is None
+    assert made.take((*prompt[:50], 999), OLD) is None
+    assert made.take((*prompt[:10], 999), OLD) == seat(1, slot, 4)
+    made.fill(slot, 60, OLD)
+    assert made.take((*prompt[:50], 999), OLD) == seat(2, slot, 50)
+
+
+def test_an_answers_rows_are_shared_with_the_next_turn_in_its_own_slot() -> None:
+    made = SlotTable(slots=2, chunk=1)
+    slot = filled(made, PROMPT)
+    made.extend(slot, (20, 21), (PolicySpan(version=OLD, start=0, end=12),))
+    made.release(slot)
+    assert made.take((*PROMPT, 20, 21, 22, 23), OLD) == seat(slot, slot, 12)
+
+
+def test_a_slot_of_which_a_part_is_of_use_is_copied_from() -> None:
+    made = SlotTable(slots=2, chunk=1)
+    made.release(filled(made, PROMPT))
+    assert made.take((*PROMPT[:6], 99), OLD) == seat(1, 0, 6)
+
+
+@given(one=st.lists(st.integers(0, 2), max_size=12), other=st.lists(st.integers(0, 2), max_size=12))
+def test_common_is_where_two_lists_part(one: list[int], other: list[int]) -> None:
+    parts = [at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b]
+    assert common(tuple(one), tuple(other)) == min([*parts, len(one), len(other)])
 
 
 def test_a_flip_forgets_every_prompt() -> None:
@@ -95,7 +126,7 @@ def test_the_label_alone_does_not_make_rows_fresh() -> None:
 
 def test_what_spoilt_weights_made_is_shared_with_nobody() -> None:
     made = table()
-    filled(made, PROMPT)
+    made.release(filled(made, PROMPT))
     made.flip()
     made.disown(OLD)
     assert made.take(PROMPT, NEW, any_kv=True) == seat(1, 1, 0)

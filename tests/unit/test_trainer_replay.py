@@ -13,6 +13,7 @@ from slackwater.bucket.local import LocalBucket
 from slackwater.checkpoint.tensor import TileWrite, tiles
 from slackwater.cli.replay import ReplaySettings, run_replay
 from slackwater.config.in_flight import InFlight
+from slackwater.engine.torch.batch import Shaping
 from slackwater.engine.torch.core import Core
 from slackwater.engine.torch.model import load
 from slackwater.engine.torch.sequence import Began, Ended, Event, Made
@@ -70,7 +71,7 @@ class Served:
     def __post_init__(self) -> None:
         model = load(self.chain.folders[0])
         self.weights = WeightBits(model.parameters, model.specs)
-        self.core = Core(model, slots=SLOTS, window=WINDOW, version=Version(0))
+        self.core = Core(model, Shaping(slots=SLOTS, invariant=True), window=WINDOW, version=Version(0))
 
     def ask(self, key: int, prompt: Iterable[int], *, any_kv: bool = False) -> None:
         self.requests[key] = CompletionRequest(

@@ -1,35 +1,42 @@
 """Continuous batching, one step at a time: synchronous, single-threaded, no clock.
 
-Each step admits, prefills a bounded number of chunks, and decodes every answer in a slot by one token.
-Weights change between steps only: a step has one version, and its tokens carry it.
+Each step decodes every answer in a slot by one token, admits, and prefills a bounded number of tokens; `Shaping` says
+what shares a pass. Weights change between steps only: a step has one version, and its tokens carry it.
 """
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from slackwater.config.in_flight import InFlight
+from slackwater.engine.torch.batch import CHUNK, Batch, Piece, Shaping
 from slackwater.engine.torch.model import LoadedModel
 from slackwater.engine.torch.prefix import SlotTable
 from slackwater.engine.torch.sampler import Drawn, sample
 from slackwater.engine.torch.sequence import Began, Ended, Event, Failed, Made
 from slackwater.engine.torch.sequence import Sequence as Row
-from slackwater.engine.torch.slots import CHUNK, KV_STEP, SlotStore
+from slackwater.engine.torch.slots import SlotStore
 from slackwater.errors import ContextLengthError, CorruptError, InvalidInputError, PolicyUnmetError, UnavailableError
 from slackwater.ids import Version
 from slackwater.rollout.evidence import Finish, grown
 from slackwater.rollout.request import CompletionRequest
 
-PREFILL_CHUNKS: Final = 4
-"""Most chunks that one step prefills, so that decoding goes on meanwhile."""
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Fill:
+    """Tokens of an answer's rows that a pass computes."""
 
-def shapes(*, slots: int, threads: int) -> str:
-    """The shapes of a core's arithmetic, for the numerics fingerprint."""
-    return f"{slots} slots, chunks of {CHUNK}, keys by {KV_STEP}, {threads} threads"
+    row: Row
+    piece: Piece
+
+    @property
+    def ends(self) -> bool:
+        """Whether all rows that prefill has to put in place are, after it."""
+        return self.piece.start + len(self.piece.tokens) == self.row.due
 
 
 class Core:
@@ -37,22 +44,26 @@ class Core:
 
     Args:
         model: The weights that it runs; they are patched from outside, between steps.
-        slots: Answers decoded at once.
+        shaping: How passes are made up, and how many slots there are.
         window: Most tokens of prompt and completion together.
         version: Label of the weights in place.
+        threads: That attention may use.
     """
 
-    def __init__(self, model: LoadedModel, *, slots: int, window: int, version: Version) -> None:
+    def __init__(
+        self, model: LoadedModel, shaping: Shaping, *, window: int, version: Version, threads: int = 1
+    ) -> None:
         self._model: Final = model
         self._window: Final = window
-        self._slots: Final = slots
-        self._store: Final = SlotStore(model, slots=slots, window=window)
-        self._table: Final = SlotTable(slots=slots, chunk=CHUNK)
+        self._shaping: Final = shaping
+        self._store: Final = SlotStore(model, slots=shaping.slots, window=window, threads=threads)
+        self._table: Final = SlotTable(slots=shaping.slots, chunk=shaping.shared_by)
         self._prompt_logits: Final[dict[int, Tensor]] = {}
         self._rows: Final[dict[int, Row]] = {}
         self._waiting: Final[deque[Row]] = deque()
-        self._filling: Row | None = None
-        self._again: Final[deque[Row]] = deque()
+        self._filling: Final[list[Row]] = []
+        self._again: Final[list[Row]] = []
+        self._shared: Final[list[Row]] = []
         self._draining = False
         self._version = version
 
@@ -69,7 +80,7 @@ class Core:
     @property
     def busy(self) -> bool:
         """Whether a step would do anything."""
-        fresh = not self._draining and (self._filling or self._waiting)
+        fresh = not self._draining and (self._filling or self._shared or self._waiting)
         return bool(fresh or self._again or self._decodable())
 
     def check(self, request: CompletionRequest) -> None:
@@ -122,12 +133,9 @@ class Core:
         row = self._rows.get(key)
         if row is None:
             return False
-        if row is self._filling:
-            self._filling = None
-        elif row.slot < 0:
-            self._waiting.remove(row)
-        elif row in self._again:
-            self._again.remove(row)
+        for stage in (self._waiting, self._filling, self._shared, self._again):
+            if row in stage:
+                stage.remove(row)
         self._drop(row)
         return True
 
@@ -164,8 +172,10 @@ class Core:
         if spoilt:
             self._table.disown(gone)
         self._prompt_logits.clear()
-        if self._filling:
-            self._restart(self._filling)
+        self._filling.extend(self._shared)
+        self._shared.clear()
+        for row in self._filling:
+            self._restart(row)
         begun = [row for row in self._rows.values() if row.made]
         ended: list[Event] = [end for row in begun if (end := self._end_of(row, in_flight, gone if spoilt else None))]
         for end in ended:
@@ -181,7 +191,11 @@ class Core:
 
         Events come in the order in which things happened.
         """
-        return [*self._prefill(), *self._decode()]
+        return list(self._apart() if self._shaping.invariant else self._together())
+
+    def close(self) -> None:
+        """End the threads that it has."""
+        self._store.close()
 
     def _row(self, key: int, request: CompletionRequest, *, seed: int) -> Row:
         return Row(
@@ -208,33 +222,45 @@ class Core:
             )
         row.forced.extend(forced_ids)
 
-    def _prefill(self) -> Iterator[Event]:
-        budget = PREFILL_CHUNKS
-        while budget and (row := self._next_to_fill()):
-            if row.filled < row.due:
-                self._run_chunk(row)
-                budget -= 1
-            if row.filled == row.due:
-                yield from self._filled(row)
+    def _together(self) -> Iterator[Event]:
+        """Decode, and prefill as much as fits, in as few passes as can be."""
+        rows, left = self._decodable(), self._shaping.budget
+        while True:
+            fills = self._fills(left)
+            yield from self._draw([], [], self._take_shared())
+            if not rows and not fills:
+                return
+            yield from self._pass(rows, fills)
+            rows, left = [], left - sum(len(fill.piece.tokens) for fill in fills)
 
-    def _next_to_fill(self) -> Row | None:
-        """Answers that are computed again go first: their readers wait."""
-        if self._again:
-            return self._again[0]
-        if not self._draining:
-            self._filling = self._filling or self._seat()
-            return self._filling
-        return None
+    def _apart(self) -> Iterator[Event]:
+        """Prefill chunk by chunk, then decode all slots."""
+        left = self._shaping.budget
+        while left and (fills := self._fills(CHUNK)):
+            yield from self._pass([], fills[:1], padded_to=CHUNK)
+            left -= CHUNK
+        yield from self._draw([], [], self._take_shared())
+        if rows := self._decodable():
+            yield from self._pass(rows, [], padded_to=self._shaping.slots)
 
-    def _filled(self, row: Row) -> Iterator[Event]:
-        if row is not self._filling:
-            self._again.popleft()
-            row.tell_kv = True
-            return
-        self._filling = None
-        yield from self._first(row)
+    def _fills(self, left: int) -> list[_Fill]:
+        """What to prefill next, at most ``left`` tokens. What is computed again goes first: its readers wait."""
+        fills: list[_Fill] = []
+        for row in (*self._again, *(() if self._draining else self._filling)):
+            left -= self._fill(row, left, fills)
+        while left and not self._draining and (row := self._seat()):
+            left -= self._fill(row, left, fills)
+        return fills
+
+    def _fill(self, row: Row, left: int, fills: list[_Fill]) -> int:
+        """Add the next tokens of an answer, at most ``left``; how many."""
+        tokens = row.chunk(left)
+        if tokens:
+            fills.append(_Fill(row=row, piece=Piece(slot=row.slot, start=row.filled, tokens=tokens)))
+        return len(tokens)
 
     def _seat(self) -> Row | None:
+        """Give the first that waits a slot. None: it has to wait, for a slot or for rows that it will share."""
         if not self._waiting:
             return None
         prompt, any_kv = self._waiting[0].request.prompt_ids, self._waiting[0].request.policy.any_kv
@@ -243,78 +269,102 @@ class Core:
             return None
         row = self._waiting.popleft()
         row.slot, row.kv, row.cached = seat.slot, seat.kv, seat.shared
+        if seat.source != seat.slot:
+            self._store.copy(seat.slot, source=seat.source, count=seat.shared)
         whole = seat.shared == len(prompt)
         if whole:
             self._prompt_logits[seat.slot] = self._prompt_logits[seat.source]
-        self._store.reset_row(seat.slot, source=seat.source, shared=seat.shared)
         self._table.fill(seat.slot, seat.shared, self._version, whole=whole)
+        (self._shared if whole else self._filling).append(row)
         return row
+
+    def _take_shared(self) -> list[Row]:
+        """Answers whose whole prompt another one had computed."""
+        if self._draining:
+            return []
+        rows = self._shared.copy()
+        self._shared.clear()
+        return rows
 
     def _restart(self, row: Row) -> None:
         """Have an answer's rows computed anew from the first on, in its slot."""
         row.kv, row.cached = (), 0
         self._table.empty(row.slot)
-        # The last chunk's keys reach beyond it: rows of the old weights would lie there, masked yet perhaps NaN.
-        self._store.reset_row(row.slot, source=row.slot, shared=0)
 
     def _do_again(self, row: Row) -> None:
         self._restart(row)
         if row not in self._again:
             self._again.append(row)
 
-    def _run_chunk(self, row: Row) -> None:
-        chunk, prompt = list(row.chunk(CHUNK)), len(row.request.prompt_ids)
-        mask = self._store.aim_prefill(row.slot, row.filled)
-        ids = torch.tensor([chunk + [0] * (CHUNK - len(chunk))])
-        positions = torch.arange(row.filled, row.filled + CHUNK)[None]
-        logits = self._forward(ids, positions, mask, keep=torch.tensor([len(chunk) - 1]))
-        row.kv = grown(row.kv, self._version, row.filled + len(chunk))
-        whole = not row.made and row.filled == prompt
-        if whole:
-            self._prompt_logits[row.slot] = logits
-        self._table.fill(row.slot, min(row.filled, prompt), self._version, whole=whole)
+    def _pass(self, rows: list[Row], fills: Sequence[_Fill], *, padded_to: int = 0) -> Iterator[Event]:
+        """Run the newest tokens of ``rows`` and what ``fills`` says through the model, and draw what follows."""
+        newest = (Piece(slot=row.slot, start=row.position - 1, tokens=row.tokens[-1:]) for row in rows)
+        batch = Batch.of([*newest, *(fill.piece for fill in fills)], padded_to=padded_to)
+        ends = [*batch.ends[: len(rows)], *(batch.ends[len(rows) + at] for at, fill in enumerate(fills) if fill.ends)]
+        # Padded, all slots' logits are made: the shape is the same whoever is in them.
+        logits = self._forward(batch, 0 if rows and padded_to else torch.tensor(ends, dtype=torch.long))
+        for row in rows:
+            row.kv = grown(row.kv, self._version, row.position)
+        done = [fill.row for fill in fills if fill.ends]
+        for fill in fills:
+            self._note(fill)
+        for row, last in zip(done, logits[len(rows) :], strict=False):
+            self._complete(row, last)
+        yield from self._draw(rows, logits[: len(rows)], [row for row in done if not row.made])
 
-    def _first(self, row: Row) -> Iterator[Event]:
-        if not row.request.policy.admits(self._version):
-            self._drop(row)
-            wanted = f"version {self._version} is in place, the request admits {row.request.policy}"
-            error = PolicyUnmetError(wanted, hint="retry later", versions=(self._version,))
-            yield Failed(key=row.key, error=error)
-            return
+    def _note(self, fill: _Fill) -> None:
+        """Record what a pass has put in place."""
+        row, filled, prompt = fill.row, fill.piece.start + len(fill.piece.tokens), len(fill.row.request.prompt_ids)
+        row.kv = grown(row.kv, self._version, filled)
+        self._table.fill(row.slot, min(filled, prompt), self._version, whole=fill.ends and not row.made)
+
+    def _complete(self, row: Row, logits: Tensor) -> None:
+        """All of an answer's rows are in place; ``logits`` follow the last."""
+        if row.made:
+            self._again.remove(row)
+            row.tell_kv = True
+        else:
+            self._filling.remove(row)
+            self._prompt_logits[row.slot] = logits.clone()
+
+    def _draw(self, rows: Sequence[Row], logits: Sequence[Tensor] | Tensor, firsts: Sequence[Row]) -> Iterator[Event]:
+        """Draw the next token of ``rows`` from ``logits``, and the first of ``firsts``."""
+        admitted = [row for row in firsts if row.request.policy.admits(self._version)]
+        for row in firsts:
+            yield self._began(row) if row in admitted else self._unmet(row)
+        everyone = [*rows, *admitted]
+        if everyone:
+            given = torch.stack([*logits, *(self._prompt_logits[row.slot] for row in admitted)])
+            for row, drawn in zip(everyone, sample(given, [row.ask() for row in everyone]), strict=True):
+                yield self._accept(row, drawn)
+
+    def _unmet(self, row: Row) -> Failed:
+        self._drop(row)
+        wanted = f"version {self._version} is in place, the request admits {row.request.policy}"
+        error = PolicyUnmetError(wanted, hint="retry later", versions=(self._version,))
+        return Failed(key=row.key, error=error)
+
+    def _began(self, row: Row) -> Began:
         row.tell_kv = any(span.version != self._version for span in row.kv)
         builders = {span.version for span in row.kv}
         built_by = builders.pop() if len(builders) == 1 else None
-        yield Began(key=row.key, cached_tokens=row.cached, prompt_version=built_by)
-        yield self._accept(row, sample(self._prompt_logits[row.slot], [row.ask()])[0])
+        return Began(key=row.key, cached_tokens=row.cached, prompt_version=built_by)
 
     def _decodable(self) -> list[Row]:
         return [row for row in self._rows.values() if row.made and row.ready and row not in self._again]
 
-    def _decode(self) -> Iterator[Event]:
-        rows = self._decodable()
-        if not rows:
-            return
-        tokens = torch.zeros(self._slots, dtype=torch.long)
-        positions = torch.zeros(self._slots, dtype=torch.long)
-        slots = [row.slot for row in rows]
-        tokens[slots] = torch.tensor([row.tokens[-1] for row in rows])
-        positions[slots] = torch.tensor([row.position - 1 for row in rows])
-        mask = self._store.aim_decode(slots, positions)
-        logits = self._forward(tokens[:, None], positions[:, None], mask)
-        for row, drawn in zip(rows, sample(logits[slots], [row.ask() for row in rows]), strict=True):
-            yield self._accept(row, drawn)
-
-    def _forward(self, ids: Tensor, positions: Tensor, mask: Tensor, keep: Tensor | int = 0) -> Tensor:
+    def _forward(self, batch: Batch, keep: Tensor | int) -> Tensor:
+        self._store.aim(batch)
         module: Any = self._model.module
         output = module(
-            input_ids=ids,
-            position_ids=positions,
-            attention_mask=mask,
+            input_ids=batch.ids,
+            position_ids=batch.positions,
             past_key_values=self._store,
             use_cache=True,
             logits_to_keep=keep,
+            store=self._store,
         )
-        return output.logits[:, 0]
+        return output.logits[0]
 
     def _accept(self, row: Row, drawn: Drawn | None) -> Event:
         if drawn is None:
@@ -325,6 +375,8 @@ class Core:
             return Failed(key=row.key, error=CorruptError(where, hint="put the previous version back"))
         step = row.accept(drawn, self._version)
         if step.finish:
+            if not self._shaping.invariant:
+                self._table.extend(row.slot, row.tokens[:-1], row.kv)
             self._drop(row)
         return Made(key=row.key, step=step)
 

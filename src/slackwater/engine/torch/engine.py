@@ -14,7 +14,8 @@ from slackwater.config.in_flight import InFlight
 from slackwater.engine.base import CommitReport, EngineDescription, EngineStats, Proof, Staged
 from slackwater.engine.scatter import warm
 from slackwater.engine.torch.answer import TorchAnswer
-from slackwater.engine.torch.core import Core, shapes
+from slackwater.engine.torch.batch import Shaping
+from slackwater.engine.torch.core import Core
 from slackwater.engine.torch.loop import StepLoop
 from slackwater.engine.torch.model import LoadedModel, load
 from slackwater.engine.torch.sequence import Began, Ended, Event, Made
@@ -65,6 +66,7 @@ class TorchEngine:
         slots: int = 16,
         threads: int = 1,
         window: int | None = None,
+        batch_invariant: bool = False,
         clock: Clock | None = None,
     ) -> "TorchEngine":
         """Load a Hugging Face folder and begin to serve it as ``version``.
@@ -78,6 +80,8 @@ class TorchEngine:
             slots: Answers decoded at once.
             threads: Of torch. It changes this process's setting; other threads should keep off torch.
             window: Most tokens of prompt and completion; the model's, up to `DEFAULT_WINDOW`, by default.
+            batch_invariant: No bit of an answer depends on who else is served or on shared prefixes. Slower; see
+                `slackwater.engine.torch.batch.Shaping`.
             clock: Measures pauses.
 
         Raises:
@@ -92,17 +96,18 @@ class TorchEngine:
         served = min(model.window, DEFAULT_WINDOW) if window is None else window
         if not 1 < served <= model.window:
             raise InvalidInputError(f"a window of {served} doesn't fit the model", hint=f"2 to {model.window}")
+        shaping = Shaping(slots=slots, invariant=batch_invariant)
         description = EngineDescription(
             model=model.architecture,
             window=served,
             vocab_size=model.vocab_size,
             slots=slots,
-            numerics=model.numerics(shapes(slots=slots, threads=threads)),
+            numerics=model.numerics(f"{shaping}, {threads} threads"),
             eos_token_ids=model.eos_token_ids,
         )
         # Compiling stops every thread for seconds: here nobody is served yet.
         await asyncio.to_thread(warm, {spec.bits_dtype for spec in model.specs.values()})
-        core = await asyncio.to_thread(Core, model, slots=slots, window=served, version=version)
+        core = await asyncio.to_thread(Core, model, shaping, window=served, version=version, threads=threads)
         origin = Origin(replica=replica, boot=boot, run=run, seed=0)
         return cls(model, core, description=description, origin=origin, threads=threads, clock=clock or SystemClock())
 
@@ -195,10 +200,11 @@ class TorchEngine:
         """See `Engine.close`."""
         if self._core is None:
             return
-        self._version, self._core = self._core.version, None
+        core, self._version, self._core = self._core, self._core.version, None
         self._failure = self._failure or "closed"
         self._loop.stop()
         await asyncio.to_thread(self._loop.join)
+        core.close()
         self._loop.refuse_rest(self._unavailable())
         for answer in self._answers.values():
             answer.end(Finish.ABORT)

@@ -15,10 +15,11 @@ from torch import nn
 from slackwater.checkpoint.tensor import TensorSpec
 from slackwater.engine.placement import place
 from slackwater.engine.torch.arena import gather
+from slackwater.engine.torch.attention import ATTENTION, LANES
 from slackwater.errors import CorruptError, NotFoundError, UnsupportedError
 
 SUPPORTED: Final = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""Architectures whose forward pass the slots' attention mask and positions drive completely."""
+"""Architectures whose forward pass positions and our attention drive completely."""
 
 _LEAST_WINDOW: Final = 2
 _MISFITS: Final = (
@@ -59,7 +60,7 @@ class LoadedModel:
     def numerics(self, shapes: str) -> str:
         """Fingerprint of the arithmetic; ``shapes`` says in which shapes the caller runs it."""
         libraries = f"torch {torch.__version__}, transformers {transformers.__version__}"
-        kernels = f"cpu {torch.backends.cpu.get_cpu_capability()}, sdpa, {_DTYPES[self.dtype]}"
+        kernels = f"cpu {torch.backends.cpu.get_cpu_capability()}, own attention, {_DTYPES[self.dtype]}"
         return f"{libraries}; {kernels}; {shapes}"
 
 
@@ -90,7 +91,7 @@ def load(folder: Path) -> LoadedModel:
         window=_window(folder, config),
         layers=int(config.num_hidden_layers),
         kv_heads=int(config.num_key_value_heads),
-        head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads),
+        head_dim=_head_dim(config),
         eos_token_ids=_listed(config.eos_token_id) if ends is None else ends,
     )
 
@@ -141,7 +142,7 @@ def _from_pretrained(folder: Path) -> nn.Module:
         module: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
             folder,
             dtype="auto",
-            attn_implementation="sdpa",
+            attn_implementation=ATTENTION,
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
@@ -171,6 +172,13 @@ def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
     if dtype is None:
         raise UnsupportedError(f"{name}: dtype {tensor.dtype} can't be served", hint="use BF16, F16 or F32")
     return TensorSpec(name=name, dtype=dtype, shape=tuple(tensor.shape))
+
+
+def _head_dim(config: Any) -> int:
+    size = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    if size % LANES:
+        raise UnsupportedError(f"heads of {size} dimensions can't be served", hint=f"a multiple of {LANES} can")
+    return size
 
 
 def _window(folder: Path, config: Any) -> int:

@@ -1,19 +1,25 @@
 """Which slot an answer gets, and which slot's prompt it may copy. Pure bookkeeping over token ids.
 
-Only rows that prefill computed are shared, and only in whole chunks or as a whole prompt: exactly the bits that the new
-answer's own prefill would make. They are rows of the weights in place, unless a request takes those of any weights.
+They are rows of the weights in place, unless a request takes those of any weights. In chunks of more than one token
+only rows that prefill computed are shared, in whole chunks or as a whole prompt: exactly the bits that the new answer's
+own prefill would make.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from slackwater.ids import Version
 from slackwater.rollout.evidence import PolicySpan, grown
 
+_WORTH: Final = 16
+"""A prompt waits for another one's rows if they are so many more."""
+
 
 @dataclass(kw_only=True, slots=True)
 class _Slot:
     prompt: tuple[int, ...] = ()
+    """Of the answer that has it or had it last, and what of the answer can be shared."""
     kv: tuple[PolicySpan, ...] = ()
     """Which weights computed the prompt's rows that are in place."""
     fresh: bool = True
@@ -51,7 +57,7 @@ class SlotTable:
 
     Args:
         slots: How many.
-        chunk: Tokens that prefill computes together.
+        chunk: Rows are shared in multiples of so many.
     """
 
     def __init__(self, *, slots: int, chunk: int) -> None:
@@ -65,7 +71,9 @@ class SlotTable:
         return sum(not slot.free for slot in self._slots)
 
     def take(self, prompt: tuple[int, ...], version: Version, *, any_kv: bool = False) -> Seat | None:
-        """Take the longest free slot; None where all are in use.
+        """Take the longest free slot, or a free one of which everything is of use.
+
+        None: none is free, or a prompt that is being computed will soon have more to share than there is now.
 
         Args:
             prompt: For which it is.
@@ -75,8 +83,11 @@ class SlotTable:
         free = [index for index, slot in enumerate(self._slots) if slot.free]
         if not free:
             return None
-        chosen = min(free, key=lambda index: self._slots[index].released)
         source, shared = self._share(prompt, version, any_kv=any_kv)
+        if shared < len(prompt) and self._more_soon(prompt, shared):
+            return None
+        spent = source in free and 0 < shared == self._slots[source].filled
+        chosen = source if spent else min(free, key=lambda index: self._slots[index].released)
         kv, fresh = _cut(self._slots[source].kv, shared), not shared or self._slots[source].fresh
         self._slots[chosen] = _Slot(prompt=prompt, kv=kv, fresh=fresh, free=False)
         return Seat(slot=chosen, source=source if shared else chosen, shared=shared, kv=kv)
@@ -92,6 +103,17 @@ class SlotTable:
         """
         held = self._slots[slot]
         held.kv, held.whole = grown(held.kv, version, filled), whole
+
+    def extend(self, slot: int, tokens: Sequence[int], kv: tuple[PolicySpan, ...]) -> None:
+        """Record that the rows of an answer's tokens follow those of its prompt, which are all in place.
+
+        Args:
+            slot: Which.
+            tokens: Whose rows are in place.
+            kv: Which weights computed the rows of prompt and tokens.
+        """
+        held = self._slots[slot]
+        held.prompt, held.kv, held.whole = (*held.prompt, *tokens), kv, held.whole and not tokens
 
     def empty(self, slot: int) -> None:
         """Forget the slot's rows: they are computed anew, or nobody may have them."""
@@ -122,15 +144,35 @@ class SlotTable:
         best = max(range(len(lengths)), key=lambda at: (lengths[at], own[at]))
         return best, lengths[best]
 
+    def _more_soon(self, prompt: tuple[int, ...], shared: int) -> bool:
+        """Whether a prompt that is being computed will have enough more to share to wait for it."""
+        filling = (slot for slot in self._slots if not slot.free and not slot.whole and slot.filled < len(slot.prompt))
+        least = shared + max(self._chunk, _WORTH)
+        return any(
+            slot.prompt == prompt or self._whole_chunks(common(slot.prompt, prompt), prompt) >= least
+            for slot in filling
+        )
+
     def _common(self, slot: _Slot, prompt: tuple[int, ...]) -> int:
         if slot.whole and slot.prompt == prompt:
             return len(prompt)
-        # The last token's chunk is always computed: its logits are what prefill is for.
-        most = min(slot.filled, len(prompt) - 1)
-        shared = 0
-        while (end := shared + self._chunk) <= most and slot.prompt[shared:end] == prompt[shared:end]:
-            shared = end
-        return shared
+        return self._whole_chunks(min(slot.filled, common(slot.prompt, prompt)), prompt)
+
+    def _whole_chunks(self, count: int, prompt: tuple[int, ...]) -> int:
+        # The last token is always computed, with its chunk: its logits are what prefill is for.
+        return min(count, len(prompt) - 1) // self._chunk * self._chunk
+
+
+def common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    """How many tokens both begin with."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:  # everything below ``low`` agrees, something below ``high + 1`` may not
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _cut(kv: tuple[PolicySpan, ...], end: int) -> tuple[PolicySpan, ...]:

@@ -12,6 +12,7 @@ import torch
 
 from slackwater.checkpoint.tensor import Bits, Tile, TileWrite
 from slackwater.config.in_flight import InFlight
+from slackwater.engine.torch.batch import Shaping
 from slackwater.engine.torch.core import Core
 from slackwater.engine.torch.model import load
 from slackwater.engine.torch.sequence import Failed, Made
@@ -51,7 +52,8 @@ class Replayer:
         torch.set_num_threads(threads)
         model = load(folder)
         self._weights: Final = WeightBits(model.parameters, model.specs)
-        self._core: Final = Core(model, slots=slots, window=window or model.window, version=version)
+        shaping = Shaping(slots=slots, invariant=True)
+        self._core: Final = Core(model, shaping, window=window or model.window, version=version)
         self._slots: Final = slots
         self._begun: Final[dict[str, CompletionRequest]] = {}
         self._numbers: Final[dict[str, int]] = {}

@@ -1,115 +1,117 @@
-"""The KV store: fixed memory, one row per slot, which the model's layers write in place and read as views.
-
-Shapes never depend on who else is served: decoding runs all slots, prefill runs one slot in whole chunks, and
-the keys that attention sees end at a multiple of `KV_STEP`. So no logit depends on the batch.
-"""
+"""The KV store: fixed memory, a row per slot and position, which passes write and attention reads in place."""
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from slackwater.engine.torch.attention import Rows, attend, put
+from slackwater.engine.torch.batch import Batch
 from slackwater.engine.torch.model import LoadedModel
 
-KV_STEP: Final = 64
-"""Keys that attention sees are a multiple of this."""
-CHUNK: Final = 32
-"""Tokens of one prefill call; the last one of a prompt is padded."""
+_LINE: Final = 32
+"""Windows are multiples of this, so that rows begin at cache lines."""
+_SHARED_FROM: Final = 1 << 15
+"""Keys by heads of a pass from which a second thread is worth waking."""
 
-
-def round_up(count: int, step: int) -> int:
-    """The least multiple of ``step`` that isn't below ``count``."""
-    return -(-count // step) * step
+_Places = npt.NDArray[np.int64]
 
 
 class SlotStore(Cache):
-    """Keys and values of every layer, ``[slots, kv_heads, window, head_dim]`` each, in the model's dtype.
+    """Keys and values of every layer.
 
-    Aim it (`aim_decode`, `aim_prefill`), then run the model with it as ``past_key_values``.
+    Aim it at a batch, then run the model with it as ``past_key_values`` and ``store``. Memory is touched only as far as
+    it is used. Rows that other weights or answers left behind are never read: a token sees the positions of its slot up
+    to its own.
 
     Args:
         model: Gives the shapes.
         slots: Rows.
-        window: Most positions; memory is touched only as far as it is used.
+        window: Most positions.
+        threads: That attention may use.
     """
 
-    def __init__(self, model: LoadedModel, *, slots: int, window: int) -> None:
+    def __init__(self, model: LoadedModel, *, slots: int, window: int, threads: int = 1) -> None:
         super().__init__(layers=[])
-        shape = (slots, model.kv_heads, round_up(window, KV_STEP), model.head_dim)
-        self._keys: Final = [_zeros(shape, model.dtype) for _ in range(model.layers)]
-        self._values: Final = [_zeros(shape, model.dtype) for _ in range(model.layers)]
-        self._used: Final = [0] * slots
-        self._rows = torch.empty(0, dtype=torch.long)
-        self._positions = torch.empty(0, dtype=torch.long)
-        self._width = 0
-        self._chunk: tuple[int, int] | None = None
+        self._dtype: Final = torch.bfloat16 if model.dtype == torch.bfloat16 else torch.float32
+        self._heads: Final = model.kv_heads
+        width = -(-window // _LINE) * _LINE
+        shape = (slots, model.kv_heads, model.head_dim, width)
+        self._keys: Final = [_zeros(shape, self._dtype) for _ in range(model.layers)]
+        self._values: Final = [_zeros(shape, self._dtype) for _ in range(model.layers)]
+        self._scratch: Final = [np.empty(width, dtype=np.float32) for _ in range(threads)]
+        self._pool: Final = ThreadPoolExecutor(threads - 1, thread_name_prefix="attention") if threads > 1 else None
+        self._slots: _Places = np.empty(0, dtype=np.int64)
+        self._places: _Places = np.empty(0, dtype=np.int64)
+        self._parts: tuple[tuple[int, int], ...] = ()
 
-    def aim_decode(self, rows: list[int], positions: Tensor) -> Tensor:
-        """Make the next forward pass append a token to each of ``rows``; other slots run along unwritten.
-
-        Args:
-            rows: Slots to write.
-            positions: ``[slots]``, int64: where each slot's token goes.
-
-        Returns:
-            The attention mask, ``[slots, 1, 1, width]``.
-        """
-        self._chunk = None
-        self._rows = torch.tensor(rows)
-        self._positions = positions[self._rows]
-        self._width = round_up(int(self._positions.max()) + 1, KV_STEP)
-        for row in rows:
-            self._used[row] = max(self._used[row], int(positions[row]) + 1)
-        return (torch.arange(self._width)[None] <= positions[:, None])[:, None, None]
-
-    def aim_prefill(self, row: int, start: int) -> Tensor:
-        """Make the next forward pass write `CHUNK` tokens from position ``start`` into slot ``row``.
-
-        Returns:
-            The attention mask, ``[1, 1, CHUNK, width]``.
-        """
-        self._chunk = (row, start)
-        self._width = round_up(start + CHUNK, KV_STEP)
-        self._used[row] = max(self._used[row], start + CHUNK)
-        positions = torch.arange(start, start + CHUNK)
-        return (torch.arange(self._width)[None] <= positions[:, None])[None, None]
+    def aim(self, batch: Batch) -> None:
+        """Make the next pass write and read the rows of ``batch``."""
+        self._slots, self._places = batch.slots, batch.places
+        work = np.cumsum(batch.places + 1)
+        threads = len(self._scratch) if work[-1] * self._heads >= _SHARED_FROM else 1
+        cuts = [0, *(int(np.searchsorted(work, work[-1] * part / threads)) for part in range(1, threads)), len(work)]
+        self._parts = tuple((cuts[part], cuts[part + 1]) for part in range(threads))
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write where the store is aimed; return the views that attention reads. Called by each layer."""
+        """Write the pass's keys and values, ``[1, kv_heads, tokens, head_dim]``. Called by each layer."""
         del args, kwargs
-        keys, values = self._keys[layer_idx], self._values[layer_idx]
-        if self._chunk is None:
-            keys[self._rows, :, self._positions] = key_states[self._rows, :, 0]
-            values[self._rows, :, self._positions] = value_states[self._rows, :, 0]
-            return keys[:, :, : self._width], values[:, :, : self._width]
-        row, start = self._chunk
-        keys[row, :, start : start + CHUNK] = key_states[0]
-        values[row, :, start : start + CHUNK] = value_states[0]
-        return keys[row : row + 1, :, : self._width], values[row : row + 1, :, : self._width]
+        put(self._keys[layer_idx], self._bits(key_states[0]), self._slots, self._places)
+        put(self._values[layer_idx], self._bits(value_states[0]), self._slots, self._places)
+        return key_states, value_states
 
-    def reset_row(self, row: int, *, source: int, shared: int) -> None:
-        """Begin slot ``row`` anew with the first ``shared`` positions of slot ``source``.
+    def attend(self, layer: int, query: Tensor, scaling: float) -> Tensor:
+        """Attention of the pass's tokens over what is written.
 
-        Everything else that was written is zeroed: a masked NaN of an earlier answer would still poison sums.
+        Args:
+            layer: Whose rows.
+            query: ``[1, heads, tokens, head_dim]``.
+            scaling: Of the scores.
+
+        Returns:
+            ``[1, tokens, heads, head_dim]``, in the query's dtype; zeros for padding.
         """
-        used = self._used[row]
-        for store in (*self._keys, *self._values):
-            if source != row:
-                store[row, :, :shared] = store[source, :, :shared]
-            store[row, :, shared:used] = 0
-        self._used[row] = shared
+        queries = query[0].transpose(0, 1).to(torch.float32).contiguous().numpy()
+        out = np.zeros_like(queries)
+        rows, scale = (self._keys[layer], self._values[layer]), np.float32(scaling)
+
+        def part(number: int) -> None:
+            begin, end = self._parts[number]
+            attend(queries, *rows, self._slots, self._places, begin, end, scale, out, self._scratch[number])
+
+        others = [self._pool.submit(part, number) for number in range(1, len(self._parts))] if self._pool else []
+        part(0)
+        for other in others:
+            other.result()
+        return torch.from_numpy(out)[None].to(query.dtype)  # pyright: ignore[reportUnknownMemberType]
+
+    def copy(self, slot: int, *, source: int, count: int) -> None:
+        """Give ``slot`` the first ``count`` rows of ``source``."""
+        for rows in (*self._keys, *self._values):
+            rows[slot, :, :, :count] = rows[source, :, :, :count]
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._pool:
+            self._pool.shutdown()
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Not asked for: positions and masks are always given. 0 keeps transformers from guessing."""
+        """Not asked for: positions are always given. 0 keeps transformers from guessing."""
         del layer_idx
         return 0
 
+    def _bits(self, states: Tensor) -> npt.NDArray[Any]:
+        held = states.to(self._dtype).contiguous()
+        return held.view(torch.uint16).numpy() if self._dtype == torch.bfloat16 else held.numpy()
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    # numpy asks the system for zeroed pages and torch writes zeros: only the former costs nothing until used.
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Rows:
+    # numpy asks the system for zeroed pages, which cost nothing until they are used.
+    return np.zeros(math.prod(shape), np.uint16 if dtype == torch.bfloat16 else np.float32).reshape(shape)
