@@ -170,12 +170,11 @@ def test_attention_is_the_formula(dtype: str, count: int) -> None:
     torch.manual_seed(count)
     kind = torch.float32 if dtype == "float32" else torch.bfloat16
     states = [torch.randn(2, count, 16).to(kind) for _ in range(2)]
-    rows = [np.full((1, 2, 16, 128), 0x7FC0, np.uint16) if kind == torch.bfloat16 else
-            np.full((1, 2, 16, 128), np.nan, np.float32) for _ in range(2)]  # fmt: skip
-    places = np.arange(count)
-    for held, state in zip(rows, states, strict=True):
-        bits = state.view(torch.uint16).numpy() if kind == torch.bfloat16 else state.numpy()
-        put(held, bits, np.zeros(count, np.int64), places)
+    shapes = ((1, 2, 16, 128), (1, 2, 128, 16))
+    rows = [np.full(shape, 0x7FC0, np.uint16) if kind == torch.bfloat16 else np.full(shape, np.nan, np.float32)
+            for shape in shapes]  # fmt: skip
+    bits = [state.view(torch.uint16).numpy() if kind == torch.bfloat16 else state.numpy() for state in states]
+    put(rows[0], rows[1], bits[0], bits[1], np.zeros(count, np.int64), np.arange(count))
     queries = torch.randn(1, 6, 16)
     out = np.empty((1, 6, 16), np.float32)
     slot, place = np.zeros(1, np.int64), np.array([count - 1])
@@ -189,8 +188,8 @@ def test_attention_is_the_formula(dtype: str, count: int) -> None:
 @pytest.mark.parametrize("which", [0, 1])
 def test_numbers_that_are_none_never_become_some(bad: float, which: int) -> None:
     """Two keys agree with the query in sign, so that an infinite one makes an infinite score."""
-    rows = [np.ones((1, 1, 8, 32), np.float32) for _ in range(2)]
-    rows[which][0, 0, 3, 5] = bad
+    rows = [np.ones((1, 1, 8, 32), np.float32), np.ones((1, 1, 32, 8), np.float32)]
+    rows[which][(0, 0, 3, 5) if which == 0 else (0, 0, 5, 3)] = bad
     out, one = np.empty((1, 1, 8), np.float32), np.zeros(1, np.int64)
     ask, scratch = np.ones((1, 1, 8), np.float32), np.empty(32, np.float32)
     attend(ask, rows[0], rows[1], one, one + 9, 0, 1, np.float32(1.0), out, scratch)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slackwater.engine.torch.sampler import Ask, Drawn, _support, sample, uniform
+from slackwater.engine.torch.sampler import Ask, Drawn, sample, uniform
 from slackwater.rollout.request import SamplingSpec
 
 LOGITS = torch.tensor([1.0, 0.0, -1.0, -2.0])
@@ -24,8 +24,21 @@ def ask(
     forced: int | None = None,
     seed: int = 1,
     position: int = 0,
+    min_p: float = 0.0,
+    bias: tuple[tuple[int, float], ...] = (),
+    shown: bool = False,
 ) -> Ask:
-    spec = SamplingSpec(max_tokens=1, temperature=temperature, top_p=top_p, top_k=top_k, top_logprobs=tops)
+    spec = SamplingSpec(
+        max_tokens=1,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        top_logprobs=tops,
+        min_p=min_p,
+        logit_bias=bias,
+        raw_logprobs=shown,
+        sampling_mask=shown,
+    )
     return Ask(spec=spec, seed=seed, position=position, forced=forced)
 
 
@@ -85,7 +98,7 @@ def test_tiny_temperatures_and_huge_logits_stay_finite() -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_f42_a_row_without_numbers_makes_no_token_and_harms_no_other(bad: float) -> None:
     rows = torch.stack([LOGITS, torch.tensor([0.0, bad, 0.0, 0.0]), LOGITS])
-    for asked in (ask(tops=2), ask(top_p=0.5), ask(temperature=0.0), ask(forced=1)):
+    for asked in (ask(tops=2), ask(top_p=0.5), ask(temperature=0.0), ask(forced=1), ask(shown=True)):
         first, broken, last = sample(rows, [asked] * 3)
         assert broken is None
         assert first == last == sample(LOGITS[None], [asked])[0]
@@ -114,6 +127,9 @@ ASKS = st.builds(
     temperature=st.sampled_from([0.0, 0.3, 1.0, 1.7]),
     top_p=st.sampled_from([1.0, 0.9, 0.2]),
     top_k=st.sampled_from([0, 1, 5]),
+    min_p=st.sampled_from([0.0, 0.0, 0.05]),
+    bias=st.sampled_from([(), ((3, 2.0), (0, -100.0))]),
+    shown=st.booleans(),
     tops=st.sampled_from([0, 3]),
     seed=st.integers(0, 2**63 - 1),
     position=st.integers(0, 10_000),
@@ -134,6 +150,25 @@ def test_rows_ignore_each_other_to_the_last_bit(asks: list[Ask], vocabulary: int
     assert torch.equal(logits, kept)
 
 
+@pytest.mark.parametrize("rows", [3, 4])
+def test_every_row_has_its_own_evidence_whatever_the_others_are(rows: int) -> None:
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(2)) * 3
+    logits[3, 7] = math.nan
+    asks = [ask(shown=True), ask(temperature=0.0, shown=True), ask(top_p=0.5, shown=True), ask(shown=True)]
+    drawn = sample(logits[:rows], asks[:rows])
+    assert drawn[3:] == [None] * (rows - 3)
+    for row, made in enumerate(drawn[:3]):
+        assert made is not None
+        assert made.raw_logprob == pytest.approx(float(logits[row].log_softmax(0)[made.token_id]), abs=1e-5)
+
+
+def test_rows_of_a_large_vocabulary_ignore_each_other_too() -> None:
+    logits = (torch.randn(5, 100_003, generator=torch.Generator().manual_seed(1)) * 3).bfloat16()
+    asks = [ask(), ask(top_p=0.9), ask(top_k=3000, top_p=0.99), ask(min_p=0.01, shown=True), ask(temperature=0.7)]
+    together = sample(logits, asks)
+    assert together == [sample(logits[row : row + 1], [asked])[0] for row, asked in enumerate(asks)]
+
+
 @settings(max_examples=60, deadline=None)
 @given(asked=ASKS, seed=st.integers(0, 99))
 def test_what_is_drawn_is_scored_alike_when_forced(asked: Ask, seed: int) -> None:
@@ -141,13 +176,3 @@ def test_what_is_drawn_is_scored_alike_when_forced(asked: Ask, seed: int) -> Non
     drawn = one(logits, asked)
     assert drawn.logprob > -math.inf
     assert one(logits, replace(asked, forced=drawn.token_id, seed=5)) == drawn
-
-
-@pytest.mark.parametrize(("scale", "top_k"), [(0.01, 0), (3.0, 0), (0.01, 1500), (0.5, 7)])
-def test_a_support_of_any_width_is_that_of_the_full_sort(scale: float, top_k: int) -> None:
-    scaled = (torch.randn(3000, generator=torch.Generator().manual_seed(3)) * scale).bfloat16().float()
-    values, ids = scaled.sort(descending=True, stable=True)
-    weights = values[: top_k or None].double().exp()
-    wanted = ids[: top_k or None][weights.cumsum(0) - weights < 0.9 * weights.sum()]
-    spec = SamplingSpec(max_tokens=1, top_p=0.9, top_k=top_k)
-    assert torch.equal(_support(scaled, spec), wanted)

@@ -128,6 +128,29 @@ async def test_a5_10_it_goes_on_as_if_nothing_had_happened(
 
 
 @BOTH
+@pytest.mark.parametrize("made", [1, 3, 5])
+async def test_a5_10_penalties_and_min_tokens_go_on_too(
+    router: Router, fleet: Fleet, made: int, *, streamed: bool
+) -> None:
+    drawing = replace(
+        REQUEST.sampling,
+        presence_penalty=1.0,
+        frequency_penalty=1.5,
+        repetition_penalty=1.3,
+        min_tokens=4,
+        stop_token_ids=(1, 2),
+        sampling_mask=True,
+        raw_logprobs=True,
+    )
+    request = asking(streamed=streamed, sampling=drawing)
+    fleet[A].fail_after(made, LOST)
+    whole = await answer(router, request)
+    alone = await undisturbed(request)
+    assert drawn(whole) == list(alone.steps)
+    assert len(alone.steps) >= 4
+
+
+@BOTH
 async def test_one_lost_twice_goes_on_twice(router: Router, fleet: Fleet, *, streamed: bool) -> None:
     fleet[A].fail_after(2, LOST)
     fleet[B].fail_after(3, LOST)

@@ -45,7 +45,7 @@ def test_the_rest_is_the_request_from_its_tokens_on() -> None:
     after = after_failure(STREAMED, steps(7, 7, 8), SEED, lost=True)
     sampling = replace(REQUEST.sampling, max_tokens=5, seed=SEED)
     policy = PolicyConstraint(min_version=Version(8), any_kv=True)
-    rest = replace(STREAMED, prompt_ids=(1, 2, 3, 10, 11, 12), sampling=sampling, policy=policy)
+    rest = replace(STREAMED, prompt_ids=(1, 2, 3, 10, 11, 12), sampling=sampling, policy=policy, continued=3)
     assert after == Ask(request=rest, kept=3)
 
 

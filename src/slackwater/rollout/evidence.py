@@ -1,11 +1,17 @@
 """What an answer proves of itself: tokens with their log-probabilities, policy versions, replica and end."""
 
+import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Final
 
 from slackwater.errors import InternalError
 from slackwater.ids import BootId, ReplicaId, RunId, Version
+
+MAX_MASK_IDS: Final = 8192
+"""Most tokens of a support that is told."""
+MASK_ID_BYTES: Final = 4
 
 
 class Finish(StrEnum):
@@ -76,6 +82,10 @@ class TokenStep:
     """Which versions built the KV of all positions before this token. Told where it isn't as `kv_spans` assumes: at the
     first token if other versions built rows of the prompt, and at the first one after everything was recomputed or
     another replica took over."""
+    raw_logprob: float | None = None
+    """Natural log of the token's probability by the raw logits; None where it isn't told."""
+    mask: bytes | None = None
+    """The support that it was drawn from, see `pack_mask`; None where it isn't told."""
     provisional: bool = False
     """The bits of ``version`` had not been compared with its manifest yet."""
     moved: Origin | None = None
@@ -83,6 +93,16 @@ class TokenStep:
     anew, which ``kv`` then tells. Never on an answer's first token."""
     finish: Finish | None = None
     """Set on the last token of the answer, and only there."""
+
+
+def pack_mask(ids: Sequence[int]) -> bytes:
+    """Token ids of a support, rising, as int32, little-endian; empty where they are more than `MAX_MASK_IDS`."""
+    return struct.pack(f"<{len(ids)}i", *ids) if len(ids) <= MAX_MASK_IDS else b""
+
+
+def mask_ids(mask: bytes) -> tuple[int, ...]:
+    """What `pack_mask` packed; empty where there were too many."""
+    return struct.unpack(f"<{len(mask) // MASK_ID_BYTES}i", mask)
 
 
 def grown(before: tuple[PolicySpan, ...], version: Version, end: int) -> tuple[PolicySpan, ...]:

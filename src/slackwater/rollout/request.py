@@ -14,15 +14,31 @@ MAX_TOKENS = 1_000_000
 MAX_TOP_K = 1_000_000
 MAX_TEMPERATURE = 100.0
 MAX_STOP_IDS = 64
+MAX_PENALTY = 2.0
+"""Bound of presence and frequency penalties, as OpenAI's API has it."""
+MAX_REPETITION_PENALTY = 100.0
+MAX_LOGIT_BIAS = 100.0
+MAX_BIASED_IDS = 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingSpec:
     """How each next token is drawn.
 
-    Processed logits are ``logits / temperature``, cut to the ``top_k`` largest, then to the smallest set whose
-    probability reaches ``top_p``; the token is drawn from their softmax. The behaviour log-probability is the
-    log of exactly that softmax at the drawn token.
+    *Raw* logits are the model's. *Processed* ones are made of them in this order, which is vLLM's:
+
+    1. While the answer has fewer than ``min_tokens`` tokens, those that would end it are banned: minus infinity. The
+       ban is lifted where nothing else could be drawn.
+    2. ``logit_bias`` is added.
+    3. ``repetition_penalty`` divides positive logits, and multiplies others, of tokens in prompt or answer.
+    4. ``frequency_penalty`` is subtracted for each time that a token is in the answer, ``presence_penalty`` once.
+    5. Division by ``temperature``; at 0 the largest logit is all that is left.
+    6. ``min_p`` keeps tokens whose probability is at least that share of the largest one's.
+    7. ``top_k`` keeps the largest of these.
+    8. ``top_p`` keeps the shortest beginning, by falling probability, that reaches this share of what is left.
+
+    Ties go to the lower id. What is kept is the *support*; the token is drawn from the softmax over it. The behaviour
+    log-probability is the log of exactly that softmax at the drawn token, the raw one that of the raw logits' softmax.
     """
 
     max_tokens: int
@@ -39,6 +55,34 @@ class SamplingSpec:
     """Sampling one of these ends the answer; the token is part of it."""
     top_logprobs: int = 0
     """Alternatives to report per position, 0 to `MAX_TOP_LOGPROBS`, of the processed distribution."""
+    min_p: float = 0.0
+    """In [0, 1]; 0 keeps all."""
+    presence_penalty: float = 0.0
+    """-2 to 2; 0 changes nothing."""
+    frequency_penalty: float = 0.0
+    """As ``presence_penalty``."""
+    repetition_penalty: float = 1.0
+    """Above 0, up to 100; 1 changes nothing."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, -100 to 100), each id once; at most `MAX_BIASED_IDS`."""
+    min_tokens: int = 0
+    """Tokens that come before one may end the answer; at most ``max_tokens``. Stop strings don't heed it."""
+    ignore_eos: bool = False
+    """The model's own end tokens don't end the answer; ``stop_token_ids`` do."""
+    raw_logprobs: bool = False
+    """Report raw log-probabilities of the drawn tokens too."""
+    sampling_mask: bool = False
+    """Report the support of each draw."""
+
+    @property
+    def named_ids(self) -> tuple[int, ...]:
+        """Token ids that must be in the vocabulary for the request to have a meaning."""
+        return tuple(token_id for token_id, _ in self.logit_bias)
+
+    @property
+    def penalises(self) -> bool:
+        """Whether the tokens so far change the distribution of the next one."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
 
     def __post_init__(self) -> None:
         checks = (
@@ -49,10 +93,33 @@ class SamplingSpec:
             (self.seed is None or 0 <= self.seed < 2**63, "seed", "0 to 2^63 - 1"),
             (len(self.stop_token_ids) <= MAX_STOP_IDS, "stop_token_ids", f"at most {MAX_STOP_IDS}"),
             (0 <= self.top_logprobs <= MAX_TOP_LOGPROBS, "top_logprobs", f"0 to {MAX_TOP_LOGPROBS}"),
+            (0.0 <= self.min_p <= 1.0, "min_p", "0 to 1"),
+            (0 <= self.min_tokens <= self.max_tokens, "min_tokens", f"0 to max_tokens, {self.max_tokens}"),
+            *_penalty_checks(self),
         )
         for holds, name, bound in checks:
             if not holds:
                 raise InvalidInputError(f"{name} is out of range", hint=f"allowed: {bound}")
+
+
+def _penalty_checks(spec: SamplingSpec) -> tuple[tuple[bool, str, str], ...]:
+    additive, most = f"-{MAX_PENALTY:.0f} to {MAX_PENALTY:.0f}", MAX_LOGIT_BIAS
+    ids = spec.named_ids
+    biased = len(ids) <= MAX_BIASED_IDS and len(set(ids)) == len(ids) and all(0 <= token_id < 2**31 for token_id in ids)
+    return (
+        (abs(spec.presence_penalty) <= MAX_PENALTY, "presence_penalty", additive),
+        (abs(spec.frequency_penalty) <= MAX_PENALTY, "frequency_penalty", additive),
+        (
+            0.0 < spec.repetition_penalty <= MAX_REPETITION_PENALTY,
+            "repetition_penalty",
+            f"above 0, up to {MAX_REPETITION_PENALTY:.0f}",
+        ),
+        (
+            biased and all(abs(bias) <= most for _, bias in spec.logit_bias),
+            "logit_bias",
+            f"up to {MAX_BIASED_IDS} different token ids, each -{most:.0f} to {most:.0f}",
+        ),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,7 +172,12 @@ class CompletionRequest:
     """The caller passes tokens on as they come, so an answer that has begun can't be begun again elsewhere."""
     model: str = field(default="")
     """Name of the model that the client asked for; the router's key to a replica group."""
+    continued: int = 0
+    """How many of the prompt's last ids are tokens of this very answer, which another replica sampled: penalties take
+    them as such."""
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
             raise InvalidInputError("the prompt is empty", hint="send at least one token")
+        if not 0 <= self.continued < len(self.prompt_ids):
+            raise InvalidInputError("continued is out of range", hint="it counts ids of the prompt, but not all")

@@ -16,6 +16,7 @@ from slackwater.api.wire import (
     ErrorLine,
     KvLine,
     Line,
+    MaskLine,
     OriginLine,
     StepReader,
     TokenLine,
@@ -239,7 +240,7 @@ class RemoteAnswer:
 
     async def _take(self, line: Line) -> TokenStep | None:
         match line:
-            case KvLine() | TokenLine():
+            case KvLine() | MaskLine() | TokenLine():
                 return self._steps.take(line)
             case OriginLine():
                 self._origin = line.origin()

@@ -76,11 +76,13 @@ def _rest(request: CompletionRequest, steps: Sequence[TokenStep], seed: int | No
     """What is left of a request after ``steps``. Versions don't fall: the last token's bounds the next one's."""
     sampling, policy = request.sampling, request.policy
     left = max(1, sampling.max_tokens - len(steps))  # forced tokens may be more than ``max_tokens``
+    least = max(0, sampling.min_tokens - len(steps))
     exact = policy.exact_version is not None
     return replace(
         request,
         prompt_ids=(*request.prompt_ids, *(step.token_id for step in steps)),
-        sampling=replace(sampling, max_tokens=left, seed=seed),
+        sampling=replace(sampling, max_tokens=left, min_tokens=least, seed=seed),
         policy=policy if exact else replace(policy, min_version=steps[-1].version),
         forced_ids=request.forced_ids[len(steps) :],
+        continued=request.continued + len(steps),
     )

@@ -8,13 +8,16 @@ import asyncio
 import math
 import random
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from typing import Final
 
 from slackwater.errors import InvalidInputError, PolicyUnmetError, ReplicaLostError, SlackwaterError
 from slackwater.ids import BootId, ReplicaId, RunId, Version
-from slackwater.rollout.evidence import Finish, Origin, PolicySpan, TokenStep
+from slackwater.rollout.evidence import Finish, Origin, PolicySpan, TokenStep, pack_mask
 from slackwater.rollout.request import CompletionRequest, SamplingSpec
+from slackwater.testing.distribution import adjusted, processed, raw_logprob
 
 DEFAULT_SEED: Final = 11
 """The seed that a table completer picks for a request without one, unless it is told another."""
@@ -108,7 +111,7 @@ class TableCompleter:
         if self.admission_error is not None:
             raise self.admission_error
         vocabulary = len(self.rows[0])
-        ids = (*request.prompt_ids, *request.forced_ids)
+        ids = (*request.prompt_ids, *request.forced_ids, *request.sampling.named_ids)
         if len(request.prompt_ids) >= self._window or not all(0 <= token_id < vocabulary for token_id in ids):
             raise InvalidInputError(
                 "prompt_ids doesn't fit this model", hint=f"window {self._window}, {vocabulary} ids"
@@ -194,6 +197,7 @@ class TableAnswer:
         self._aborts = owner.aborts
         self._severs = owner.severs
         self._held = True
+        self._tokens: list[int] = []
         self.finish: Finish | None = None
         self.origin = Origin(
             replica=replica,
@@ -243,26 +247,45 @@ class TableAnswer:
         if request.policy.exact_version not in (None, version):
             return None
         place = position + len(request.prompt_ids) * owner.anchored
-        ranked = processed(owner.rows[place % len(owner.rows)], request.sampling)
+        logits, sampling = owner.rows[place % len(owner.rows)], request.sampling
+        drawn = _distribution(self._changed(logits), sampling)
+        ranked = drawn.ranked
         forced = request.forced_ids[position : position + 1]
-        token_id = forced[0] if forced else _draw(ranked, self.origin.seed, place)
-        width = request.sampling.top_logprobs
+        token_id = forced[0] if forced else drawn.draw(self.origin.seed, place)
+        self._tokens.append(token_id)
+        width = sampling.top_logprobs
         return TokenStep(
             token_id=token_id,
-            logprob=dict(ranked).get(token_id, -math.inf),
+            logprob=drawn.logprobs.get(token_id, -math.inf),
             version=version,
             top_ids=tuple(other for other, _ in ranked[:width]),
             top_logprobs=tuple(logprob for _, logprob in ranked[:width]),
             kv=owner.kv.get(position, ()),
+            raw_logprob=raw_logprob(logits, token_id) if sampling.raw_logprobs else None,
+            mask=pack_mask(sorted(token for token, _ in ranked)) if sampling.sampling_mask else None,
             provisional=position in owner.provisional,
             finish=self._ends(token_id, position),
         )
+
+    def _changed(self, logits: tuple[float, ...]) -> tuple[float, ...]:
+        prompt, begin = self._request.prompt_ids, len(self._request.prompt_ids) - self._request.continued
+        sampling = self._request.sampling
+        banned = self._stops() if len(self._tokens) < sampling.min_tokens else frozenset[int]()
+        if not (sampling.penalises or sampling.logit_bias or banned):
+            return logits
+        so_far = (*prompt[begin:], *self._tokens)
+        return tuple(adjusted(logits, sampling, prompt_ids=prompt[:begin], token_ids=so_far, ends=banned))
+
+    def _stops(self) -> frozenset[int]:
+        sampling, end = self._request.sampling, self._owner.end_token
+        own = () if sampling.ignore_eos or end is None else (end,)
+        return frozenset((*own, *sampling.stop_token_ids))
 
     def _ends(self, token_id: int, position: int) -> Finish | None:
         request = self._request
         if position + 1 == len(request.forced_ids):
             return Finish.STOP
-        if not request.forced_ids and token_id in (self._owner.end_token, *request.sampling.stop_token_ids):
+        if not request.forced_ids and token_id in self._stops():
             return Finish.STOP
         left = self._owner.window() - len(request.prompt_ids)
         return Finish.LENGTH if position + 1 >= min(request.sampling.max_tokens, left) else None
@@ -274,23 +297,22 @@ def _only(kv: Sequence[PolicySpan], assumed: Version) -> Version | None:
     return builders.pop() if len(builders) == 1 else None
 
 
-def processed(logits: Sequence[float], sampling: SamplingSpec) -> list[tuple[int, float]]:
-    """The distribution that a token is drawn from, as `SamplingSpec` defines it: (id, log-probability), falling."""
-    ranked = sorted(enumerate(logits), key=lambda pair: (-pair[1], pair[0]))
-    if sampling.temperature == 0:
-        return [(ranked[0][0], 0.0)]
-    kept = _normalised([(token, logit / sampling.temperature) for token, logit in ranked][: sampling.top_k or None])
-    before = accumulate((math.exp(logprob) for _, logprob in kept), initial=0.0)
-    return _normalised([pair for pair, mass in zip(kept, before, strict=False) if mass < sampling.top_p])
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Distribution:
+    """What a token is drawn from, made once for a row."""
+
+    ranked: Sequence[tuple[int, float]]
+    logprobs: Mapping[int, float]
+    masses: Sequence[float]
+    """Probabilities of ``ranked``, each with all before it."""
+
+    def draw(self, seed: int, position: int) -> int:
+        source = random.Random(f"{seed}:{position}")  # noqa: S311 - a fake's reproducible draw
+        return source.choices(self.ranked, cum_weights=self.masses)[0][0]
 
 
-def _normalised(scores: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    peak = scores[0][1]
-    total = peak + math.log(sum(math.exp(score - peak) for _, score in scores))
-    return [(token, score - total) for token, score in scores if score > -math.inf]
-
-
-def _draw(ranked: Sequence[tuple[int, float]], seed: int, position: int) -> int:
-    weights = [math.exp(logprob) for _, logprob in ranked]
-    chosen = random.Random(f"{seed}:{position}").choices(ranked, weights)  # noqa: S311 - a fake's reproducible draw
-    return chosen[0][0]
+@lru_cache(maxsize=256)
+def _distribution(logits: tuple[float, ...], sampling: SamplingSpec) -> _Distribution:
+    ranked = processed(logits, sampling)
+    masses = list(accumulate(math.exp(logprob) for _, logprob in ranked))
+    return _Distribution(ranked=ranked, logprobs=dict(ranked), masses=masses)

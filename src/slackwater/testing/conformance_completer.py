@@ -12,7 +12,7 @@ import pytest
 from slackwater.errors import InvalidInputError, PolicyUnmetError
 from slackwater.ids import RequestId, Version
 from slackwater.rollout.completer import Answer, Completer
-from slackwater.rollout.evidence import Completion, Finish, PolicySpan, TokenStep, collect, kv_spans
+from slackwater.rollout.evidence import Completion, Finish, PolicySpan, TokenStep, collect, kv_spans, mask_ids
 from slackwater.rollout.request import CompletionRequest, PolicyConstraint, SamplingSpec
 from slackwater.testing.completer import TableCompleter
 
@@ -52,6 +52,27 @@ class CompleterTests:
         first, second = await answer(completer, REQUEST), await answer(completer, REQUEST)
         assert first.origin.seed == 5
         assert (first.token_ids, first.logprobs) == (second.token_ids, second.logprobs)
+
+    async def test_a3_22_evidence_is_of_the_draw_and_there_where_it_is_asked_for(self, completer: Completer) -> None:
+        """Raw log-probabilities and the support; the answer is the same without them."""
+        cut = replace(REQUEST.sampling, top_k=3, temperature=0.7, raw_logprobs=True, sampling_mask=True)
+        shown = await answer(completer, replace(REQUEST, sampling=cut))
+        for step in shown.steps:
+            assert step.raw_logprob is not None
+            assert step.raw_logprob <= 0.0
+            assert step.mask is not None
+            assert step.token_id in mask_ids(step.mask)
+            assert sorted(step.top_ids) == list(mask_ids(step.mask))
+        hidden = await answer(
+            completer, replace(REQUEST, sampling=replace(cut, raw_logprobs=False, sampling_mask=False))
+        )
+        assert [replace(step, raw_logprob=None, mask=None) for step in shown.steps] == list(hidden.steps)
+
+    async def test_an_id_outside_of_the_vocabulary_is_not_biased(self, completer: Completer) -> None:
+        """Nobody would know what was meant."""
+        biased = replace(REQUEST.sampling, logit_bias=((2**31 - 1, 1.0),))
+        with pytest.raises(InvalidInputError):
+            await answer(completer, replace(REQUEST, sampling=biased))
 
     async def test_a_reported_seed_repeats_an_answer_without_one(self, completer: Completer) -> None:
         """The replica's pick is as good as the caller's."""

@@ -61,7 +61,8 @@ class TableRun:
         forced = self.request.forced_ids
         if forced and self.made + 1 == len(forced):
             return Finish.STOP
-        if token in self.request.sampling.stop_token_ids:
+        sampling = self.request.sampling
+        if token in sampling.stop_token_ids and self.made >= sampling.min_tokens:
             return Finish.STOP
         return Finish.LENGTH if self.made + 1 >= self.limit else None
 

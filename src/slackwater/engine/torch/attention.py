@@ -22,7 +22,8 @@ LANES: Final = 8
 """Head dimensions are multiples of this."""
 
 Rows = npt.NDArray[Any]
-"""``[slots, kv_heads, head_dim, window]``: bf16 bits as uint16, or float32. Positions lie side by side."""
+"""Bf16 bits as uint16, or float32. Keys are ``[slots, kv_heads, head_dim, window]``, so a query meets many at once;
+values ``[slots, kv_heads, window, head_dim]``."""
 
 
 @summing_kernel
@@ -42,20 +43,23 @@ def _exp(x: Any) -> Any:
 
 
 @kernel
-def put(rows: Any, states: Any, slots: Any, positions: Any) -> None:
-    """Write what tokens' keys or values are where they belong.
+def put(keys: Any, values: Any, key_states: Any, value_states: Any, slots: Any, positions: Any) -> None:
+    """Write tokens' keys and values where they belong.
 
     Args:
-        rows: `Rows`.
-        states: ``[kv_heads, tokens, head_dim]``, of the same dtype.
+        keys: `Rows`; so are ``values``.
+        values: As said.
+        key_states: ``[kv_heads, tokens, head_dim]``, of the same dtype.
+        value_states: As ``key_states``.
         slots: ``[tokens]``, int64.
         positions: ``[tokens]``, int64.
     """
     for token in range(slots.shape[0]):
         slot, position = slots[token], positions[token]
-        for head in range(states.shape[0]):
-            for at in range(states.shape[2]):
-                rows[slot, head, at, position] = states[head, token, at]
+        for head in range(key_states.shape[0]):
+            for at in range(key_states.shape[2]):
+                keys[slot, head, at, position] = key_states[head, token, at]
+                values[slot, head, position, at] = value_states[head, token, at]
 
 
 @summing_kernel
@@ -96,17 +100,28 @@ def _weigh(scores: Any, count: int, most: Any) -> Any:
 
 @summing_kernel
 def _mix(weights: Any, values: Any, count: int, total: Any, out: Any) -> None:
-    """The mean of the first ``count`` values."""
-    for d in range(0, out.shape[0], 4):
-        v0, v1, v2, v3 = values[d], values[d + 1], values[d + 2], values[d + 3]
-        a0, a1, a2, a3 = np.float32(0.0), np.float32(0.0), np.float32(0.0), np.float32(0.0)
-        for j in range(count):
-            weight = weights[j]
-            a0 += weight * float_of(v0[j])
-            a1 += weight * float_of(v1[j])
-            a2 += weight * float_of(v2[j])
-            a3 += weight * float_of(v3[j])
-        out[d], out[d + 1], out[d + 2], out[d + 3] = a0 / total, a1 / total, a2 / total, a3 / total
+    """The mean of the first ``count`` values, eight at a time: the sums stay in a cache."""
+    size = out.shape[0]
+    for d in range(size):
+        out[d] = np.float32(0.0)
+    whole = count // 8 * 8
+    for j in range(0, whole, 8):
+        w0, w1, w2, w3 = weights[j], weights[j + 1], weights[j + 2], weights[j + 3]
+        w4, w5, w6, w7 = weights[j + 4], weights[j + 5], weights[j + 6], weights[j + 7]
+        v0, v1, v2, v3, v4, v5, v6, v7 = (
+            values[j], values[j + 1], values[j + 2], values[j + 3],
+            values[j + 4], values[j + 5], values[j + 6], values[j + 7],
+        )  # fmt: skip
+        for d in range(size):
+            low = (w0 * float_of(v0[d]) + w1 * float_of(v1[d])) + (w2 * float_of(v2[d]) + w3 * float_of(v3[d]))
+            high = (w4 * float_of(v4[d]) + w5 * float_of(v5[d])) + (w6 * float_of(v6[d]) + w7 * float_of(v7[d]))
+            out[d] += low + high
+    for j in range(whole, count):
+        weight, value = weights[j], values[j]
+        for d in range(size):
+            out[d] += weight * float_of(value[d])
+    for d in range(size):
+        out[d] /= total
 
 
 @kernel

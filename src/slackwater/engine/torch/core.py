@@ -98,6 +98,7 @@ class Core:
             )
         self._check_ids(request.prompt_ids)
         self._check_ids(request.forced_ids)
+        self._check_ids(request.sampling.named_ids)
 
     def add(self, key: int, request: CompletionRequest, *, seed: int, ahead: bool = False) -> None:
         """Queue a request that passed `check`, under a key that isn't in use; its draws use ``seed``.

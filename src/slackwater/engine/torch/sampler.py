@@ -1,24 +1,30 @@
 """From logits to tokens: processed distributions, draws by (seed, position) alone, and their evidence.
 
-Each row is computed from itself alone, by operations that treat rows alike: who shares the batch changes no
-bit. Ties go to the lower token id: a stable sort by falling logit fixes what ``top_k`` and ``top_p`` keep.
+Each row is computed from itself alone, by operations that treat rows alike: who shares the batch changes no bit.
+`slackwater.engine.torch.adjust` changes logits by what an answer has so far, `slackwater.engine.torch.support` cuts
+and draws.
 """
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from slackwater.engine.torch.adjust import Tally, adjust, changes
+from slackwater.engine.torch.support import support
+from slackwater.rollout.evidence import MAX_MASK_IDS, pack_mask
 from slackwater.rollout.request import SamplingSpec
 
 GREEDY_BELOW: Final = 1e-5
 """Temperatures below this are greedy: dividing by them says nothing more."""
 
-_LIKELY: Final = 1024
-"""Tokens that are sorted first: nearly always more than ``top_p`` keeps, and far fewer than all."""
+_AT_ONCE: Final = 1 << 18
+"""Logits that are worked on at once: what is made of them stays in the processor's caches."""
+_PLAIN: Final = SamplingSpec(max_tokens=1)
 _MASK: Final = 2**64 - 1
 _GOLDEN: Final = 0x9E3779B97F4A7C15
 
@@ -33,6 +39,10 @@ class Ask:
     """Of the token to draw, counted from the start of the prompt."""
     forced: int | None = None
     """This token is taken instead of a draw."""
+    banned: tuple[int, ...] = ()
+    """Tokens that can't be drawn unless nothing else can."""
+    tally: Tally | None = None
+    """The tokens so far; needed where ``spec`` penalises them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +54,10 @@ class Drawn:
     """Natural log; minus infinity for a forced token outside of the support."""
     top_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
+    raw_logprob: float | None = None
+    """Of the raw logits; None where it isn't asked for."""
+    mask: bytes | None = None
+    """See `slackwater.rollout.evidence.TokenStep.mask`."""
 
 
 def uniform(seed: int, position: int) -> float:
@@ -58,40 +72,22 @@ def sample(logits: Tensor, asks: Sequence[Ask]) -> list[Drawn | None]:
         logits: ``[rows, vocabulary]``, any float dtype, not changed.
         asks: One per row.
     """
-    wide = logits.float()
-    best = wide.amax(dim=-1, keepdim=True)
-    finite = best.isfinite()
-    sound: list[bool] = finite[:, 0].tolist()
-    relative = wide - best
-    if not all(sound):
-        relative.masked_fill_(~finite, 0.0)
-    _process(relative, asks)
-    mass = relative.exp().cumsum(dim=-1, dtype=torch.float64)
-    total = mass[:, -1:]
-    uniforms = torch.tensor([uniform(ask.seed, ask.position) for ask in asks], dtype=torch.float64)
-    drawn = torch.searchsorted(mass, total * uniforms[:, None], right=True)[:, 0]
-    tokens = _force(drawn, asks)
-    logs = total.log()
-    chosen = (relative.gather(1, tokens[:, None]).double() - logs)[:, 0].tolist()
-    ids = tokens.tolist()
-    tops = [_top(relative[row], logs[row], ask.spec.top_logprobs) for row, ask in enumerate(asks)]
-    return [
-        Drawn(token_id=ids[row], logprob=chosen[row], top_ids=top[0], top_logprobs=top[1]) if good else None
-        for row, (good, top) in enumerate(zip(sound, tops, strict=True))
-    ]
+    step = max(1, _AT_ONCE // logits.shape[1])
+    parts = [slice(begin, begin + step) for begin in range(0, len(asks), step)]
+    return [drawn for part in parts for drawn in _sample(logits[part], asks[part])]
 
 
-def _process(relative: Tensor, asks: Sequence[Ask]) -> None:
-    """Make processed logits of logits less their row's largest, in place: -inf outside of the support."""
-    temperatures = [1.0 if is_greedy(ask.spec) else ask.spec.temperature for ask in asks]
-    if any(temperature != 1.0 for temperature in temperatures):
-        relative.div_(torch.tensor(temperatures)[:, None])
-    for row, ask in enumerate(asks):
-        if is_greedy(ask.spec) or ask.spec.top_k or ask.spec.top_p < 1.0:
-            support = _support(relative[row], ask.spec)
-            kept = relative[row, support]
-            relative[row] = -math.inf
-            relative[row, support] = kept
+def _sample(logits: Tensor, asks: Sequence[Ask]) -> list[Drawn | None]:
+    raw = logits.float()
+    sound: list[bool] = raw.amax(dim=-1).isfinite().tolist()
+    wide = _adjusted(raw, asks)
+    drawn: dict[int, Drawn] = {}
+    for greedy, draw in ((True, _take), (False, _draw)):
+        rows = [row for row, ask in enumerate(asks) if sound[row] and is_greedy(ask.spec) is greedy]
+        if rows:
+            drawn.update(zip(rows, draw(_some(wide, rows), [asks[row] for row in rows]), strict=True))
+    _add_raw(raw, asks, drawn)
+    return [drawn.get(row) for row in range(len(asks))]
 
 
 def is_greedy(spec: SamplingSpec) -> bool:
@@ -99,48 +95,71 @@ def is_greedy(spec: SamplingSpec) -> bool:
     return spec.temperature < GREEDY_BELOW
 
 
-def _support(scaled: Tensor, spec: SamplingSpec) -> Tensor:
-    """Token ids that a row may draw, by falling probability."""
-    if is_greedy(spec):
-        return scaled.argmax(dim=-1, keepdim=True)
-    if spec.top_k:
-        ids = _leading(scaled, spec.top_k)[: spec.top_k]
-        return _nucleus(scaled, ids, spec.top_p, scaled[ids].double().exp().sum())
-    total = scaled.double().exp().sum()
-    kept = _nucleus(scaled, ids := _leading(scaled, _LIKELY), spec.top_p, total)
-    if len(kept) < len(ids):
-        return kept
-    return _nucleus(scaled, _leading(scaled, len(scaled)), spec.top_p, total)
+def _adjusted(raw: Tensor, asks: Sequence[Ask]) -> Tensor:
+    rows = [row for row, ask in enumerate(asks) if changes(ask.spec, ask.banned)]
+    if not rows:
+        return raw
+    wide = raw.clone()
+    for row in rows:
+        adjust(wide[row], asks[row].spec, asks[row].banned, asks[row].tally)
+    return wide
 
 
-def _leading(scaled: Tensor, count: int) -> Tensor:
-    """The ``count`` most probable ids and those tied with the last of them, falling; ties by rising id."""
-    floor = scaled.topk(min(count, len(scaled))).values[-1]
-    ids = (scaled >= floor).nonzero()[:, 0]
-    return ids[scaled[ids].sort(descending=True, stable=True).indices]
+def _some(logits: Tensor, rows: Sequence[int]) -> Tensor:
+    return logits if len(rows) == len(logits) else logits[list(rows)]
 
 
-def _nucleus(scaled: Tensor, ids: Tensor, top_p: float, total: Tensor) -> Tensor:
-    """The shortest beginning of ``ids`` whose weight reaches ``top_p`` of ``total``; all if none does."""
-    weights = scaled[ids].double().exp()
-    before = weights.cumsum(dim=-1) - weights
-    return ids[before < top_p * total] if top_p < 1.0 else ids
+def _relative(logits: Tensor) -> Tensor:
+    return logits - logits.amax(dim=-1, keepdim=True)
 
 
-def _force(drawn: Tensor, asks: Sequence[Ask]) -> Tensor:
-    if all(ask.forced is None for ask in asks):
-        return drawn
-    kept = drawn.tolist()
-    return torch.tensor([kept[row] if ask.forced is None else ask.forced for row, ask in enumerate(asks)])
+def _take(logits: Tensor, asks: Sequence[Ask]) -> Iterator[Drawn]:
+    """Greedy rows: a one-point distribution each, of the lowest id among the largest."""
+    best: list[int] = logits.numpy().argmax(axis=-1).tolist()
+    for largest, ask in zip(best, asks, strict=True):
+        some = bool(ask.spec.top_logprobs)
+        forced = ask.forced is not None and ask.forced != largest
+        yield Drawn(
+            token_id=largest if ask.forced is None else ask.forced,
+            logprob=-torch.inf if forced else 0.0,
+            top_ids=(largest,) if some else (),
+            top_logprobs=(0.0,) if some else (),
+            mask=pack_mask((largest,)) if ask.spec.sampling_mask else None,
+        )
 
 
-def _top(relative: Tensor, log_total: Tensor, count: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    if not count:
-        return (), ()
-    values, ids = relative.topk(min(count, relative.shape[0]))
-    inside = values > -math.inf
-    logprobs = values[inside].double() - log_total
-    return tuple(ids[inside].tolist()), tuple(logprobs.tolist())
+def _draw(logits: Tensor, asks: Sequence[Ask]) -> Iterator[Drawn]:
+    relative = _relative(logits)
+    temperatures = [ask.spec.temperature for ask in asks]
+    if any(temperature != 1.0 for temperature in temperatures):
+        relative.div_(torch.tensor(temperatures)[:, None])
+    kept = support(relative, [ask.spec for ask in asks])
+    drawn = kept.draw([uniform(ask.seed, ask.position) for ask in asks]).tolist()
+    tokens = [token if ask.forced is None else ask.forced for token, ask in zip(drawn, asks, strict=True)]
+    logprobs = kept.logprobs(torch.tensor(tokens))
+    for row, ask in enumerate(asks):
+        top_ids, top_logprobs = kept.top(row, ask.spec.top_logprobs) if ask.spec.top_logprobs else ((), ())
+        yield Drawn(
+            token_id=tokens[row],
+            logprob=logprobs[row],
+            top_ids=top_ids,
+            top_logprobs=top_logprobs,
+            mask=_mask(kept.ids(row)) if ask.spec.sampling_mask else None,
+        )
+
+
+def _mask(ids: npt.NDArray[np.int32]) -> bytes:
+    return pack_mask(ids.tolist() if len(ids) <= MAX_MASK_IDS else ())
+
+
+def _add_raw(raw: Tensor, asks: Sequence[Ask], drawn: dict[int, Drawn]) -> None:
+    rows = [row for row, ask in enumerate(asks) if row in drawn and ask.spec.raw_logprobs]
+    if not rows:
+        return
+    whole = support(_relative(_some(raw, rows)), [_PLAIN] * len(rows))
+    tokens = torch.tensor([drawn[row].token_id for row in rows])
+    for row, logprob in zip(rows, whole.logprobs(tokens), strict=True):
+        drawn[row] = replace(drawn[row], raw_logprob=logprob)
 
 
 def _mix(value: int) -> int:

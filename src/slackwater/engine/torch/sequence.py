@@ -3,6 +3,7 @@
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
+from slackwater.engine.torch.adjust import Tally
 from slackwater.engine.torch.sampler import Ask, Drawn
 from slackwater.errors import SlackwaterError
 from slackwater.ids import Version
@@ -72,6 +73,8 @@ class Sequence:
     """The completion so far. The row of its newest token is written by the next step."""
     version: Version | None = None
     """Of the newest token."""
+    tally: Tally | None = None
+    """Of its tokens, once the sampler was first asked; None where nothing penalises them."""
 
     @property
     def made(self) -> int:
@@ -106,13 +109,24 @@ class Sequence:
 
     def ask(self) -> Ask:
         """What the sampler needs for the next token."""
-        forced = self.forced[self.made] if self.made < len(self.forced) else None
-        return Ask(spec=self.request.sampling, seed=self.seed, position=self.position, forced=forced)
+        spec = self.request.sampling
+        if self.tally is None and spec.penalises:
+            self.tally = self._tallied()
+        return Ask(
+            spec=spec,
+            seed=self.seed,
+            position=self.position,
+            forced=self.forced[self.made] if self.made < len(self.forced) else None,
+            banned=tuple(self._stops()) if self.made < spec.min_tokens else (),
+            tally=self.tally,
+        )
 
     def accept(self, drawn: Drawn, version: Version) -> TokenStep:
         """Take a token as the answer's next one."""
         kv, self.tell_kv = grown(self.kv, version, self.position) if self.tell_kv else (), False
         self.tokens.append(drawn.token_id)
+        if self.tally is not None:
+            self.tally.count(self.tokens[-1:])
         self.version = version
         return TokenStep(
             token_id=drawn.token_id,
@@ -121,13 +135,29 @@ class Sequence:
             top_ids=drawn.top_ids,
             top_logprobs=drawn.top_logprobs,
             kv=kv,
+            raw_logprob=drawn.raw_logprob,
+            mask=drawn.mask,
             finish=self._finish(),
         )
+
+    def _stops(self) -> frozenset[int]:
+        """Tokens that end it, as the request has it."""
+        spec = self.request.sampling
+        return frozenset(spec.stop_token_ids) if spec.ignore_eos else self.ends
+
+    def _tallied(self) -> Tally:
+        tally, prompt = Tally(), self.request.prompt_ids
+        begin = len(prompt) - self.request.continued
+        if self.request.sampling.repetition_penalty != 1.0:
+            tally.see(prompt[:begin])
+        tally.count(prompt[begin:])
+        tally.count(self.tokens)
+        return tally
 
     def _finish(self) -> Finish | None:
         if self.hold:
             return None
-        ended = self.made == len(self.forced) if self.forced else self.tokens[-1] in self.ends
+        ended = self.made == len(self.forced) if self.forced else self.tokens[-1] in self._stops()
         if ended:
             return Finish.STOP
         return Finish.LENGTH if self.made == self.limit else None

@@ -11,12 +11,12 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from slackwater.engine.torch.attention import Rows, attend, put
-from slackwater.engine.torch.batch import Batch
+from slackwater.engine.torch.batch import Batch, Piece
 from slackwater.engine.torch.model import LoadedModel
 
 _LINE: Final = 32
 """Windows are multiples of this, so that rows begin at cache lines."""
-_SHARED_FROM: Final = 1 << 15
+_SHARED_FROM: Final = 1 << 11
 """Keys by heads of a pass from which a second thread is worth waking."""
 
 _Places = npt.NDArray[np.int64]
@@ -41,14 +41,15 @@ class SlotStore(Cache):
         self._dtype: Final = torch.bfloat16 if model.dtype == torch.bfloat16 else torch.float32
         self._heads: Final = model.kv_heads
         width = -(-window // _LINE) * _LINE
-        shape = (slots, model.kv_heads, model.head_dim, width)
-        self._keys: Final = [_zeros(shape, self._dtype) for _ in range(model.layers)]
-        self._values: Final = [_zeros(shape, self._dtype) for _ in range(model.layers)]
+        rows, size = (slots, model.kv_heads), model.head_dim
+        self._keys: Final = [_zeros((*rows, size, width), self._dtype) for _ in range(model.layers)]
+        self._values: Final = [_zeros((*rows, width, size), self._dtype) for _ in range(model.layers)]
         self._scratch: Final = [np.empty(width, dtype=np.float32) for _ in range(threads)]
         self._pool: Final = ThreadPoolExecutor(threads - 1, thread_name_prefix="attention") if threads > 1 else None
         self._slots: _Places = np.empty(0, dtype=np.int64)
         self._places: _Places = np.empty(0, dtype=np.int64)
         self._parts: tuple[tuple[int, int], ...] = ()
+        self._warm(model.head_dim)
 
     def aim(self, batch: Batch) -> None:
         """Make the next pass write and read the rows of ``batch``."""
@@ -63,8 +64,8 @@ class SlotStore(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Write the pass's keys and values, ``[1, kv_heads, tokens, head_dim]``. Called by each layer."""
         del args, kwargs
-        put(self._keys[layer_idx], self._bits(key_states[0]), self._slots, self._places)
-        put(self._values[layer_idx], self._bits(value_states[0]), self._slots, self._places)
+        states = (self._bits(key_states[0]), self._bits(value_states[0]))
+        put(self._keys[layer_idx], self._values[layer_idx], *states, self._slots, self._places)
         return key_states, value_states
 
     def attend(self, layer: int, query: Tensor, scaling: float) -> Tensor:
@@ -94,8 +95,9 @@ class SlotStore(Cache):
 
     def copy(self, slot: int, *, source: int, count: int) -> None:
         """Give ``slot`` the first ``count`` rows of ``source``."""
-        for rows in (*self._keys, *self._values):
-            rows[slot, :, :, :count] = rows[source, :, :, :count]
+        for keys, values in zip(self._keys, self._values, strict=True):
+            keys[slot, :, :, :count] = keys[source, :, :, :count]
+            values[slot, :, :count] = values[source, :, :count]
 
     def close(self) -> None:
         """End the threads."""
@@ -106,6 +108,12 @@ class SlotStore(Cache):
         """Not asked for: positions are always given. 0 keeps transformers from guessing."""
         del layer_idx
         return 0
+
+    def _warm(self, size: int) -> None:
+        """Have the kernels compiled: that stops every thread for seconds, so it is done before anybody is served."""
+        self.aim(Batch.of([Piece(slot=0, start=0, tokens=[0])]))
+        self.update(torch.zeros(1, self._heads, 1, size), torch.zeros(1, self._heads, 1, size), 0)
+        self.attend(0, torch.zeros(1, self._heads, 1, size), 1.0)
 
     def _bits(self, states: Tensor) -> npt.NDArray[Any]:
         held = states.to(self._dtype).contiguous()
