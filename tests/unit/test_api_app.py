@@ -167,7 +167,8 @@ async def test_a3_08_evidence_covers_the_sampled_tokens_however_they_end(
             "logprobs": True,
             "top_logprobs": 2,
             "return_token_ids": True,
-            "engine_data": True,
+            "engine_data": {"raw_logprobs": True, "sampling_mask": True},
+            "top_p": 0.2,
             "seed": 1,
             **limits,
         },
@@ -180,6 +181,12 @@ async def test_a3_08_evidence_covers_the_sampled_tokens_however_they_end(
     assert Array(**data["token_ids"]).values() == tuple(ids)
     assert len(choice["logprobs"]["content"]) == len(ids) == data["logprobs"]["values"]["shape"][0]
     assert data["top"]["ids"]["shape"] == [len(ids), 2]
+    assert data["raw_logprobs"]["values"]["shape"] == [len(ids)]
+    begins = Array(**data["sampling_mask"]["indptr"]).values()
+    masks = Array(**data["sampling_mask"]["indices"]).values()
+    assert len(begins) == len(ids) + 1
+    assert all(token in masks[int(begins[at]) : int(begins[at + 1])] for at, token in enumerate(ids))
+    assert (data["status"]["raw_logprobs"], data["status"]["sampling_mask"]) == ("ok", "ok")
     assert data["policy"][-1][2] == len(ids)
     assert (data["replica"], data["boot_id"], data["run"]) == ("table", "boot-0", "demo")
     assert (data["seed"], data["prompt_version"]) == (1, 4)

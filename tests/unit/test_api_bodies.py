@@ -54,6 +54,24 @@ def ask(fields: dict[str, object], *, window: int = 100) -> tuple[CompletionRequ
         ("stop_token_ids", [1, "x"]),
         ("temperature", True),
         ("temperature", "hot"),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", -2.1),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", 1000),
+        ("logit_bias", {"5": 101}),
+        ("logit_bias", {"-5": 1}),
+        ("logit_bias", {"five": 1}),
+        ("logit_bias", {"9999999999": 1}),
+        ("logit_bias", {"5": 1, "05": 1}),
+        ("logit_bias", {str(token): 1 for token in range(1025)}),
+        ("min_tokens", -1),
+        ("min_tokens", 98),
+        ("ignore_eos", 1),
+        ("engine_data", {"raw_logprobs": 1}),
+        ("engine_data", {"from_the_future": True}),
+        ("nvext", {"extra_fields": ["timing"]}),
     ],
 )
 def test_a8_15_what_is_out_of_range_is_refused(field: str, value: object) -> None:
@@ -82,9 +100,6 @@ def test_a8_15_numbers_that_json_lacks_are_refused() -> None:
     [
         ("tools", [{"type": "function"}]),
         ("response_format", {"type": "json_object"}),
-        ("logit_bias", {"1000000000": 5}),
-        ("presence_penalty", 0.5),
-        ("frequency_penalty", -1),
         ("bad_words", ["x"] * 50_000),
         ("best_of", 2),
     ],
@@ -109,6 +124,43 @@ def test_neutral_values_and_unknown_fields_pass() -> None:
         "from_the_future": {"a": [1]},
     }
     assert len(ask(fields)) == 1
+
+
+def test_sampling_fields_arrive_as_they_were_sent() -> None:
+    fields: dict[str, object] = {
+        "min_p": 0.1,
+        "presence_penalty": -2,
+        "frequency_penalty": 0.5,
+        "repetition_penalty": 1.2,
+        "min_tokens": 3,
+        "ignore_eos": True,
+    }
+    sampling = ask({**fields, "logit_bias": {"5": 1.5, "0": -100}})[0].sampling
+    assert {name: getattr(sampling, name) for name in fields} == fields
+    assert sampling.logit_bias == ((5, 1.5), (0, -100.0))
+    assert sampling.named_ids == (5, 0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "shown"),
+    [
+        ({}, (False, False, False)),
+        ({"engine_data": False}, (False, False, False)),
+        ({"engine_data": True}, (True, False, False)),
+        ({"engine_data": {}}, (True, False, False)),
+        ({"engine_data": {"raw_logprobs": True}}, (True, True, False)),
+        ({"engine_data": {"sampling_mask": True}}, (True, False, True)),
+        ({"nvext": {"annotations": ["x"]}}, (False, False, False)),
+        ({"nvext": {"extra_fields": ["engine_data"]}}, (True, False, False)),
+        ({"nvext": {"extra_fields": ["sampling_mask", "raw_logprobs"]}}, (True, True, True)),
+    ],
+)
+def test_evidence_is_asked_for_part_by_part(fields: dict[str, object], shown: tuple[bool, bool, bool]) -> None:
+    body = read_text(json.dumps({"prompt": "x", **fields}).encode())
+    wanted = text_wanted(body)
+    assert (wanted.engine_data, wanted.raw_logprobs, wanted.sampling_mask) == shown
+    sampling = ask(fields)[0].sampling
+    assert (sampling.raw_logprobs, sampling.sampling_mask) == shown[1:]
 
 
 def test_defaults_take_what_is_left_of_the_window() -> None:

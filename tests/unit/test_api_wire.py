@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slackwater.api.arrays import Array, array
-from slackwater.api.engine_data import engine_data
+from slackwater.api.engine_data import EngineData, engine_data
 from slackwater.api.respond import json_reply
 from slackwater.api.stream import line
 from slackwater.api.wire import (
@@ -21,6 +21,7 @@ from slackwater.api.wire import (
     ErrorLine,
     KvLine,
     Line,
+    MaskLine,
     OriginLine,
     StepReader,
     TokenLine,
@@ -34,7 +35,17 @@ from slackwater.api.wire import (
 )
 from slackwater.errors import CorruptError, InternalError, InvalidInputError, PolicyUnmetError
 from slackwater.ids import BootId, ReplicaId, RequestId, RunId, Version
-from slackwater.rollout.evidence import Completion, Finish, Origin, PolicySpan, TokenStep, grown, taken_over
+from slackwater.rollout.evidence import (
+    MAX_MASK_IDS,
+    Completion,
+    Finish,
+    Origin,
+    PolicySpan,
+    TokenStep,
+    grown,
+    pack_mask,
+    taken_over,
+)
 from slackwater.rollout.request import MAX_TOP_LOGPROBS, CompletionRequest, PolicyConstraint, SamplingSpec
 from slackwater.testing.completer import TableCompleter
 from slackwater.testing.conformance_completer import REQUEST
@@ -67,6 +78,8 @@ STEPS = st.builds(
     kv=KV.map(lambda count: kv_of(count, PROMPT_TOKENS)),
     provisional=st.booleans(),
     finish=st.none() | st.sampled_from(Finish),
+    raw_logprob=st.none() | LOGPROBS,
+    mask=st.none() | st.sets(st.integers(0, 2**31 - 1), max_size=9).map(sorted).map(pack_mask),
 )
 ORIGINS = st.builds(
     Origin,
@@ -88,6 +101,12 @@ REQUESTS = st.builds(
         top_p=st.floats(0.01, 1),
         seed=st.none() | st.integers(0, 2**63 - 1),
         stop_token_ids=st.lists(st.integers(0, 9), max_size=3).map(tuple),
+        logit_bias=st.dictionaries(st.integers(0, 9), st.floats(-100, 100), max_size=3).map(
+            lambda ids: (*ids.items(),)
+        ),
+        repetition_penalty=st.floats(0.1, 2),
+        min_tokens=st.integers(0, 1),
+        sampling_mask=st.booleans(),
     ),
     policy=st.builds(PolicyConstraint, min_version=st.none() | VERSIONS, any_kv=st.booleans())
     | st.builds(PolicyConstraint, min_version=st.just(Version(0)), exact_version=VERSIONS),
@@ -112,12 +131,12 @@ def test_tokens_and_origins_come_back_bit_for_bit(step: TokenStep, origin: Origi
     assert told.origin() == origin
 
 
-def sent(step: TokenStep) -> list[TokenLine | KvLine]:
+def sent(step: TokenStep) -> list[TokenLine | MaskLine | KvLine]:
     """The lines of a step as their reader decodes them."""
     written = [line(item) for item in token_lines(step)]
     assert all(len(data) <= MAX_LINE_BYTES for data in written)
     decoded = [decode_line(data) for data in written]
-    return [item for item in decoded if isinstance(item, TokenLine | KvLine)]
+    return [item for item in decoded if isinstance(item, TokenLine | MaskLine | KvLine)]
 
 
 @pytest.mark.parametrize("moved", [MOVED, replace(MOVED, seed=0, cached_tokens=0, prompt_version=None)])
@@ -309,6 +328,61 @@ def test_rows_of_alternatives_are_filled_up() -> None:
     assert data.kv == ((2, 0, 4),)
     assert data.replicas == (("r", "b", 0, 2),)
     assert data.status["routed_experts"] == "unsupported"
+
+
+def test_a_mask_of_any_size_fits_into_a_line() -> None:
+    step = TokenStep(token_id=4, logprob=0.0, version=Version(2), mask=pack_mask(range(MAX_MASK_IDS)))
+    mask, token = token_lines(step)
+    assert len(line(mask)) < MAX_LINE_BYTES
+    reader = StepReader(3)
+    assert isinstance(mask, MaskLine)
+    assert reader.take(mask) is None
+    assert reader.take(token) == step
+    plain = replace(step, mask=None)
+    assert [reader.take(item) for item in token_lines(plain)] == [plain]
+
+
+@pytest.mark.parametrize("ids", [b"\1", b"\2\0\0\0\1\0\0\0", b"\1\0\0\0\1\0\0\0", b"\xff\xff\xff\xff"])
+def test_a_mask_that_is_none_is_refused(ids: bytes) -> None:
+    with pytest.raises(CorruptError):
+        StepReader(3).take(MaskLine(ids=ids))
+    with pytest.raises(CorruptError):
+        decode_line(line(MaskLine(ids=b"\0\0\0\0" * (MAX_MASK_IDS + 1))))
+
+
+def evidence_of(*steps: TokenStep, raw: bool = True) -> EngineData:
+    origin = Origin(replica=ReplicaId("r"), boot=BootId("b"), run=RunId("d"), seed=1)
+    asked = SamplingSpec(max_tokens=9, raw_logprobs=raw, sampling_mask=True)
+    whole = Completion(origin=origin, steps=steps, finish=Finish.STOP)
+    return engine_data(whole, 0, prompt_tokens=3, sampling=asked)
+
+
+def test_a3_01_both_kinds_of_logprobs_say_what_they_are() -> None:
+    data = evidence_of(TokenStep(token_id=4, logprob=-0.5, version=Version(2), raw_logprob=-math.inf, mask=b""))
+    assert data.raw_logprobs is not None
+    assert (data.logprobs.kind, data.logprobs.values.values()) == ("processed", (-0.5,))
+    assert (data.raw_logprobs.kind, data.raw_logprobs.values.values()) == ("raw", (-math.inf,))
+
+
+def test_a3_22_masks_are_rows_of_ids_and_one_that_is_too_wide_is_told() -> None:
+    step = TokenStep(token_id=4, logprob=0.0, version=Version(2), mask=pack_mask((1, 4)), raw_logprob=0.0)
+    data = evidence_of(step, replace(step, mask=pack_mask((7,))))
+    assert data.sampling_mask is not None
+    assert (data.sampling_mask.indptr.dtype, data.sampling_mask.indptr.values()) == ("int64", (0, 2, 3))
+    assert (data.sampling_mask.indices.dtype, data.sampling_mask.indices.values()) == ("int32", (1, 4, 7))
+    assert (data.status["sampling_mask"], data.status["raw_logprobs"]) == ("ok", "ok")
+    wide = evidence_of(step, replace(step, mask=b""), step)
+    assert wide.sampling_mask is not None
+    assert wide.sampling_mask.indptr.values() == (0, 2, 2, 4)
+    assert wide.status["sampling_mask"] == "partial"
+
+
+def test_evidence_that_an_older_replica_does_not_give_is_unsupported_and_never_made_up() -> None:
+    old = TokenStep(token_id=4, logprob=0.0, version=Version(2))
+    data = evidence_of(old, replace(old, mask=b"", raw_logprob=0.0))
+    assert (data.raw_logprobs, data.sampling_mask) == (None, None)
+    assert (data.status["sampling_mask"], data.status["raw_logprobs"]) == ("unsupported", "unsupported")
+    assert evidence_of(old, raw=False).status["raw_logprobs"] == "not_requested"
 
 
 def test_a5_10_every_replica_that_sampled_is_named_with_its_tokens() -> None:

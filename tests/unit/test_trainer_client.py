@@ -20,6 +20,7 @@ from slackwater.errors import (
     AuthError,
     CorruptError,
     InternalError,
+    InvalidInputError,
     OverloadedError,
     PolicyUnmetError,
     UnavailableError,
@@ -120,7 +121,7 @@ async def test_retries_end_at_the_deadline(
 
 
 async def test_what_will_not_pass_is_raised_at_once(client: RolloutClient, server: Loopback) -> None:
-    with pytest.raises(UnsupportedError):
+    with pytest.raises(InvalidInputError):
         await client.chat([{"role": "user", "content": "x", "tool_calls": "y"}])
     async with RolloutClient(server.url, "wrong") as stranger:
         with pytest.raises(AuthError):

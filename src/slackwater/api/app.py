@@ -1,12 +1,10 @@
 """The HTTP API over any Completer: OpenAI's routes, and tokens in, tokens out. Replica and gateway both serve it."""
 
-import asyncio
-import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -14,16 +12,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from slackwater.api.asking import Wanted, chat_wanted, check_model, check_request_id, requests, text_wanted
+from slackwater.api import capabilities, openapi, score, sglang, tokenizing, vllm
+from slackwater.api.asking import Wanted, chat_wanted, check_model, check_request_id, text_wanted
 from slackwater.api.auth import KeyGate, Keys
 from slackwater.api.choices import Exchange, stream, whole
+from slackwater.api.conversation import conversation, parsing
 from slackwater.api.live import Live
-from slackwater.api.reading import Reading
 from slackwater.api.replies import Aborted, ModelCard, ModelList, Reply
-from slackwater.api.respond import CLIENT_GONE, HANDLERS, json_reply, read_body
+from slackwater.api.respond import HANDLERS, json_reply, read_body
 from slackwater.api.schema import Sampled, read_abort, read_chat, read_text
+from slackwater.api.serving import Serving, answered
 from slackwater.api.shapes import ChatShape, Shape, TextShape
-from slackwater.api.stream import NDJSON, SSE, Outlet, StreamedReply, line, until_disconnect
+from slackwater.api.stream import NDJSON, SSE, Outlet, StreamedReply, line
+from slackwater.api.text import TextStream
 from slackwater.api.wire import decode_request, lines
 from slackwater.clock import Clock, SystemClock
 from slackwater.rollout.completer import Completer
@@ -31,6 +32,16 @@ from slackwater.rollout.request import CompletionRequest
 
 if TYPE_CHECKING:
     from slackwater.api.tokens import ChatTokenizer
+
+_PARTS: Final = (
+    tokenizing.routes,
+    score.routes,
+    capabilities.routes,
+    vllm.routes,
+    sglang.routes,
+    openapi.routes,
+)
+"""Further routes, each a module of its own."""
 
 Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 """What an app starts before its first request and ends after its last."""
@@ -58,7 +69,10 @@ def create_app(
         lifespan: Of whatever the app's parts need started.
         clock: Gives ``created``; the machine's own by default.
     """
-    service = _Service(completer, tokenizer, model_name, clock or SystemClock())
+    serving = Serving(
+        completer=completer, tokenizer=tokenizer, model=model_name, clock=clock or SystemClock(), live=Live()
+    )
+    service = _Service(serving)
     routes = [
         Route("/v1/chat/completions", service.chat, methods=["POST"]),
         Route("/v1/completions", service.text, methods=["POST"]),
@@ -66,6 +80,7 @@ def create_app(
         Route("/v1/abort", service.abort, methods=["POST"]),
         Route("/v1/models", service.models),
         Route("/health", service.health),
+        *(route for part in _PARTS for route in part(serving)),
     ]
     return Starlette(
         routes=[*extra_routes, *routes],
@@ -84,25 +99,33 @@ class _Asked:
     shape: Shape
     prompt: Callable[[], Awaitable[tuple[int, ...]]]
     """Makes the prompt's ids."""
+    text: Callable[[], TextStream] | None = None
+    """Makes each choice's decoder; None: of plain text."""
 
 
 class _Service:
-    def __init__(self, completer: Completer, tokenizer: "ChatTokenizer", model: str, clock: Clock) -> None:
-        self._completer = completer
-        self._tokenizer = tokenizer
-        self._model = model
-        self._clock = clock
-        self._since = int(clock.wall())
-        self._live = Live()
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+        self._completer = serving.completer
+        self._tokenizer = serving.tokenizer
+        self._model = serving.model
+        self._live = serving.live
+        self._since = int(serving.clock.wall())
 
     async def chat(self, request: Request) -> Response:
         """``POST /v1/chat/completions``."""
         body = read_chat(await read_body(request))
         wanted = chat_wanted(body)
-        messages = [message.plain() for message in body.messages]
+        told = conversation(body)
         check_model(body.model, self._model)
-        shape = ChatShape(self._tokenizer.table, wanted)
-        asked = _Asked(body=body, wanted=wanted, shape=shape, prompt=partial(self._rendered, messages))
+        parsed = parsing(body, self._tokenizer.reasoning_format, self._tokenizer.tool_format)
+        asked = _Asked(
+            body=body,
+            wanted=wanted,
+            shape=ChatShape(self._tokenizer.table, wanted, parsed),
+            prompt=partial(self._serving.rendered, told),
+            text=partial(self._tokenizer.stream, wanted.stops, parsed.marks),
+        )
         return await self._answer(request, asked)
 
     async def text(self, request: Request) -> Response:
@@ -111,22 +134,13 @@ class _Service:
         wanted = text_wanted(body)
         check_model(body.model, self._model)
         shape = TextShape(self._tokenizer.table, wanted)
-        asked = _Asked(body=body, wanted=wanted, shape=shape, prompt=partial(self._encoded, body.prompt))
+        asked = _Asked(body=body, wanted=wanted, shape=shape, prompt=partial(self._serving.encoded, body.prompt))
         return await self._answer(request, asked)
-
-    async def _rendered(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
-        return await asyncio.to_thread(self._tokenizer.render, messages, window=self._completer.window())
-
-    async def _encoded(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
-        if not isinstance(prompt, str):
-            return prompt
-        return await asyncio.to_thread(self._tokenizer.encode, prompt, window=self._completer.window())
 
     async def _answer(self, request: Request, asked: _Asked) -> Response:
         if asked.wanted.stream:
             return StreamedReply(partial(self._streamed, asked), SSE)
-        reply = await until_disconnect(request.receive, self._whole(asked))
-        return Response(status_code=CLIENT_GONE) if reply is None else json_reply(reply)
+        return await answered(request, self._whole(asked))
 
     async def _streamed(self, asked: _Asked, outlet: Outlet) -> None:
         async with self._under_way(asked) as exchange:
@@ -138,20 +152,14 @@ class _Service:
 
     @asynccontextmanager
     async def _under_way(self, asked: _Asked) -> AsyncGenerator[Exchange]:
-        body, wanted, fresh = asked.body, asked.wanted, uuid.uuid4().hex
-        name = body.request_id or fresh
-        # Callers of several gateways may choose one name; what replicas and logs see is unique.
-        unique = f"{body.request_id}:{fresh}" if body.request_id else fresh
-        with self._live.entered(name, self._completer, choices=body.n or 1) as completer:
-            ids = await asked.prompt()
-            asks = requests(body, wanted, ids, window=completer.window(), request_id=unique, model=self._model)
+        async with self._serving.begun(asked.body, asked.wanted, asked.prompt, asked.text) as begun:
             yield Exchange(
-                completer=completer,
-                readings=[Reading(index, ask, self._tokenizer.stream(wanted.stops)) for index, ask in enumerate(asks)],
+                completer=begun.completer,
+                readings=begun.readings,
                 shape=asked.shape,
-                wanted=wanted,
-                reply_id=f"{asked.shape.prefix}-{name}",
-                created=int(self._clock.wall()),
+                wanted=asked.wanted,
+                reply_id=f"{asked.shape.prefix}-{begun.name}",
+                created=begun.created,
                 model=self._model,
             )
 

@@ -11,9 +11,8 @@ import msgspec
 
 from slackwater.errors import CorruptError
 
-Dtype = Literal["int32", "float32"]
-_CODES: Final = MappingProxyType({"int32": "i", "float32": "f"})
-_WIDTH: Final = 4
+Dtype = Literal["int32", "int64", "float32"]
+_CODES: Final = MappingProxyType({"int32": "i", "int64": "q", "float32": "f"})
 
 
 class Array(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,12 +32,19 @@ class Array(msgspec.Struct, frozen=True, kw_only=True):
             raw = base64.b64decode(self.data, validate=True)
         except ValueError as error:
             raise CorruptError(f"an array's data is no base64: {error}") from error
-        if min(self.shape, default=0) < 0 or len(raw) != math.prod(self.shape) * _WIDTH:
+        code = _CODES[self.dtype]
+        count = math.prod(self.shape)
+        if min(self.shape, default=0) < 0 or len(raw) != count * struct.calcsize(f"<{code}"):
             raise CorruptError(f"an array of shape {self.shape} came with {len(raw)} bytes")
-        return struct.unpack(f"<{len(raw) // _WIDTH}{_CODES[self.dtype]}", raw)
+        return struct.unpack(f"<{count}{code}", raw)
 
 
 def array(dtype: Dtype, values: Sequence[float], shape: tuple[int, ...] | None = None) -> Array:
     """Encode values; ``shape`` defaults to one axis."""
     raw = struct.pack(f"<{len(values)}{_CODES[dtype]}", *values)
-    return Array(dtype=dtype, shape=shape or (len(values),), data=base64.b64encode(raw).decode())
+    return packed(dtype, raw, shape or (len(values),))
+
+
+def packed(dtype: Dtype, raw: bytes, shape: tuple[int, ...]) -> Array:
+    """Encode bytes that are little-endian values already."""
+    return Array(dtype=dtype, shape=shape, data=base64.b64encode(raw).decode())

@@ -1,10 +1,11 @@
 """From a body to requests: defaults, bounds and what the caller wants to see of the evidence. Pure."""
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
-from slackwater.api.schema import ChatBody, Sampled, TextBody
+from slackwater.api.schema import ChatBody, PolicyField, Sampled, TextBody
 from slackwater.errors import ContextLengthError, InvalidInputError, NotFoundError
 from slackwater.ids import RequestId, Version
 from slackwater.rollout.request import (
@@ -25,6 +26,7 @@ MAX_STOP_CHARACTERS: Final = 256
 MAX_MESSAGES: Final = 10_000
 """Most messages of one conversation."""
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_TOKEN_ID: Final = re.compile(r"[0-9]{1,10}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +41,12 @@ class Wanted:
     top_logprobs: int = 0
     token_ids: bool = False
     engine_data: bool = False
+    raw_logprobs: bool = False
+    """As part of ``engine_data``."""
+    sampling_mask: bool = False
+    """Likewise."""
+    prior_ids: tuple[int, ...] = ()
+    """Of an episode that goes on: how many of them the prompt kept is told."""
 
 
 def chat_wanted(body: ChatBody) -> Wanted:
@@ -52,7 +60,8 @@ def chat_wanted(body: ChatBody) -> Wanted:
         raise InvalidInputError("messages is out of range", hint=f"send 1 to {MAX_MESSAGES}")
     if body.top_logprobs and not body.logprobs:
         raise InvalidInputError("top_logprobs needs logprobs", hint='send "logprobs": true as well')
-    return _wanted(body, logprobs=bool(body.logprobs), top=body.top_logprobs or 0)
+    wanted = _wanted(body, logprobs=bool(body.logprobs), top=body.top_logprobs or 0)
+    return replace(wanted, prior_ids=body.prior_token_ids or ())
 
 
 def text_wanted(body: TextBody) -> Wanted:
@@ -62,6 +71,7 @@ def text_wanted(body: TextBody) -> Wanted:
 
 def _wanted(body: Sampled, *, logprobs: bool, top: int) -> Wanted:
     body.refuse()
+    evidence = body.evidence()
     _within("n", _or(body.n, 1), MAX_CHOICES)
     if body.request_id is not None:
         check_request_id(body.request_id)
@@ -72,7 +82,9 @@ def _wanted(body: Sampled, *, logprobs: bool, top: int) -> Wanted:
         logprobs=logprobs,
         top_logprobs=top,
         token_ids=bool(body.return_token_ids),
-        engine_data=bool(body.engine_data),
+        engine_data=evidence is not None,
+        raw_logprobs=evidence is not None and evidence.raw_logprobs,
+        sampling_mask=evidence is not None and evidence.sampling_mask,
     )
 
 
@@ -131,7 +143,7 @@ def requests(
             request_id=RequestId(f"{request_id}-{index}"),
             prompt_ids=prompt_ids,
             sampling=_sampling(body, wanted, index, len(forced) or min(left, DEFAULT_MAX_TOKENS)),
-            policy=_policy(body),
+            policy=policy_constraint(body.policy),
             forced_ids=forced,
             streamed=wanted.stream,
             model=model,
@@ -150,19 +162,40 @@ def _sampling(body: Sampled, wanted: Wanted, index: int, default_tokens: int) ->
         seed=None if body.seed is None else body.seed + index,
         stop_token_ids=body.stop_token_ids or (),
         top_logprobs=wanted.top_logprobs,
+        min_p=_or(body.min_p, 0.0),
+        presence_penalty=_or(body.presence_penalty, 0.0),
+        frequency_penalty=_or(body.frequency_penalty, 0.0),
+        repetition_penalty=_or(body.repetition_penalty, 1.0),
+        logit_bias=_biases(body.logit_bias or {}),
+        min_tokens=_or(body.min_tokens, 0),
+        ignore_eos=bool(body.ignore_eos),
+        raw_logprobs=wanted.raw_logprobs,
+        sampling_mask=wanted.sampling_mask,
     )
 
 
-def _policy(body: Sampled) -> PolicyConstraint:
-    if body.policy is None:
+def _biases(given: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
+    wrong = next((name for name in given if not _TOKEN_ID.fullmatch(name)), None)
+    if wrong is not None:
+        raise InvalidInputError(f"logit_bias is wrong: {wrong[:80]!r} is no token id", hint="name ids in decimals")
+    return tuple((int(name), bias) for name, bias in given.items())
+
+
+def policy_constraint(policy: PolicyField | None) -> PolicyConstraint:
+    """Which versions a request admits.
+
+    Raises:
+        InvalidInputError: A version is negative, or no version can meet both bounds.
+    """
+    if policy is None:
         return ANY_POLICY
-    low, exact = body.policy.min_version, body.policy.exact_version
+    low, exact = policy.min_version, policy.exact_version
     if min(_or(low, 0), _or(exact, 0)) < 0:
         raise InvalidInputError("policy is out of range", hint="versions count from 0")
     return PolicyConstraint(
         min_version=None if low is None else Version(low),
         exact_version=None if exact is None else Version(exact),
-        any_kv=body.policy.kv == "any",
+        any_kv=policy.kv == "any",
     )
 
 

@@ -16,7 +16,21 @@ from slackwater.errors import AuthError, InvalidInputError
 OPEN_PATHS: Final = frozenset({"/health"})
 """Answered without a key."""
 INFERENCE_PATHS: Final = frozenset(
-    {"/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/generate", "/v1/abort", "/v1/replicas"}
+    {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/generate",
+        "/v1/score",
+        "/v1/abort",
+        "/v1/tokenize",
+        "/v1/detokenize",
+        "/v1/models",
+        "/v1/capabilities",
+        "/v1/replicas",
+        "/inference/v1/generate",
+        "/generate",
+        "/openapi.json",
+    }
 )
 """What the inference key opens. Every other path, existing or not, needs the control key."""
 

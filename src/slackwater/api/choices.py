@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from msgspec import UNSET
 
+from slackwater.api.appending import kept
 from slackwater.api.asking import Wanted
 from slackwater.api.faults import Envelope, fault
 from slackwater.api.reading import Reading
@@ -40,6 +41,7 @@ class Exchange:
     ) -> Reply:
         """Fill in what all replies and chunks of this exchange share."""
         prompt = self.readings[0].request.prompt_ids
+        prior = self.wanted.prior_ids
         counts = not self.wanted.stream or self.wanted.usage
         return Reply(
             id=self.reply_id,
@@ -49,6 +51,7 @@ class Exchange:
             choices=tuple(choices),
             usage=counted if counts else UNSET,
             prompt_token_ids=prompt if self.wanted.token_ids and shows_prompt else UNSET,
+            prior_kept=kept(prior, prompt) if prior and shows_prompt else UNSET,
         )
 
 
@@ -86,7 +89,6 @@ async def stream(exchange: Exchange, outlet: Outlet) -> None:
 async def _stream_choice(exchange: Exchange, reading: Reading, outlet: Outlet) -> None:
     async with aclosing(reading.pieces(exchange.completer)) as pieces:
         async for piece in pieces:
-            part = exchange.shape.part(reading, piece)
-            if part is not None:
+            for part in exchange.shape.parts(reading, piece):
                 opens = not outlet.started
                 await outlet.write(event(exchange.reply(exchange.shape.chunk, (part,), shows_prompt=opens)))

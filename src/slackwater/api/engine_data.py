@@ -1,14 +1,16 @@
 """``engine_data``: what an answer proves of itself, exact, for trainers."""
 
 import math
-from collections.abc import Sequence
-from typing import Final, Literal
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import Final, Literal, TypeVar
 
 import msgspec
 
-from slackwater.api.arrays import Array, array
+from slackwater.api.arrays import Array, array, packed
 from slackwater.ids import BootId, ReplicaId, RunId, Version
-from slackwater.rollout.evidence import Completion, Finish, PolicySpan, ReplicaSpan, kv_spans
+from slackwater.rollout.evidence import MASK_ID_BYTES, Completion, Finish, PolicySpan, ReplicaSpan, kv_spans
+from slackwater.rollout.request import SamplingSpec
 
 _ABSENT_ID: Final = -1
 """Fills rows of ``top`` whose distribution has fewer tokens than were asked for."""
@@ -17,10 +19,20 @@ _ABSENT_ID: Final = -1
 class Logprobs(msgspec.Struct, frozen=True, kw_only=True):
     """One log-probability per completion token."""
 
-    kind: Literal["processed"] = "processed"
-    """Of the distribution that the token was drawn from, after temperature, top_k and top_p."""
+    kind: Literal["processed", "raw"] = "processed"
+    """Of the distribution that the token was drawn from, after all that the request asks for, or of the model's own
+    logits. `slackwater.rollout.request.SamplingSpec` defines both."""
     values: Array
     """float32 of shape [tokens], natural log."""
+
+
+class Masks(msgspec.Struct, frozen=True, kw_only=True):
+    """The tokens that each draw was made from, as the sampler had them, in compressed rows."""
+
+    indptr: Array
+    """int64 of shape [tokens + 1]: row ``i`` is ``indices[indptr[i]:indptr[i + 1]]``."""
+    indices: Array
+    """int32: token ids, rising within a row. A row without ids had too many: see the status."""
 
 
 class Top(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,7 +62,7 @@ class EngineData(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     cached_tokens: int
     finish: Finish
     status: dict[str, str]
-    """What each evidence field is worth: ok, provisional, unsupported, not_requested. Readers expect more words."""
+    """What each evidence field is worth: ok, provisional, unsupported, not_requested, partial. Readers expect more."""
     kv: tuple[tuple[Version, int, int], ...] | None = None
     """[version, start, end) over positions of prompt and completion, but for the last: which version built the KV that
     the answer ended with. Absent from servers that don't tell it."""
@@ -59,21 +71,34 @@ class EngineData(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     Absent from servers that don't tell it."""
     top: Top | None = None
     """Absent unless alternatives were asked for."""
+    raw_logprobs: Logprobs | None = None
+    """Absent unless asked for."""
+    sampling_mask: Masks | None = None
+    """Absent unless asked for."""
 
 
+PARTIAL: Final = "partial"
+"""Status of ``sampling_mask`` where a support had more than `MAX_MASK_IDS` tokens: its row has no ids."""
+_NOTHING: Final = SamplingSpec(max_tokens=1)
+_Value = TypeVar("_Value")
 PROVISIONAL: Final = "provisional"
 """Status of ``policy`` where the bits of some token's version had not been compared with its manifest yet."""
 
 
-def engine_data(completion: Completion, top_logprobs: int, *, prompt_tokens: int) -> EngineData:
+def engine_data(
+    completion: Completion, top_logprobs: int, *, prompt_tokens: int, sampling: SamplingSpec | None = None
+) -> EngineData:
     """Describe a whole answer.
 
     Args:
         completion: The answer.
         top_logprobs: How many alternatives were asked for.
         prompt_tokens: Length of the prompt.
+        sampling: What else was asked for; None: nothing.
     """
-    origin = completion.origin
+    origin, asked = completion.origin, sampling or _NOTHING
+    raws = _known(step.raw_logprob for step in completion.steps) if asked.raw_logprobs else None
+    masks = _known(step.mask for step in completion.steps) if asked.sampling_mask else None
     return EngineData(
         run=origin.run,
         replica=origin.replica,
@@ -85,6 +110,8 @@ def engine_data(completion: Completion, top_logprobs: int, *, prompt_tokens: int
         token_ids=array("int32", completion.token_ids),
         logprobs=Logprobs(values=array("float32", completion.logprobs)),
         top=_top(completion, top_logprobs) if top_logprobs else None,
+        raw_logprobs=Logprobs(kind="raw", values=array("float32", raws)) if raws is not None else None,
+        sampling_mask=_masks(masks) if masks is not None else None,
         seed=origin.seed,
         cached_tokens=origin.cached_tokens,
         finish=completion.finish,
@@ -95,9 +122,29 @@ def engine_data(completion: Completion, top_logprobs: int, *, prompt_tokens: int
             "logprobs": "ok",
             "top": "ok" if top_logprobs else "not_requested",
             "routed_experts": "unsupported",
-            "sampling_mask": "unsupported",
+            "raw_logprobs": _told(raws, asked=asked.raw_logprobs),
+            "sampling_mask": PARTIAL if b"" in (masks or ()) else _told(masks, asked=asked.sampling_mask),
         },
     )
+
+
+def _known(values: Iterable[_Value | None]) -> tuple[_Value, ...] | None:
+    """What every token tells; None where some don't: not all engines and replicas do."""
+    every = tuple(values)
+    found = tuple(value for value in every if value is not None)
+    return found if len(found) == len(every) else None
+
+
+def _told(found: object, *, asked: bool) -> str:
+    if not asked:
+        return "not_requested"
+    return "unsupported" if found is None else "ok"
+
+
+def _masks(masks: Sequence[bytes]) -> Masks:
+    ends = accumulate((len(mask) // MASK_ID_BYTES for mask in masks), initial=0)
+    indices = b"".join(masks)
+    return Masks(indptr=array("int64", tuple(ends)), indices=packed("int32", indices, (len(indices) // MASK_ID_BYTES,)))
 
 
 def _plain(spans: Sequence[PolicySpan]) -> tuple[tuple[Version, int, int], ...]:

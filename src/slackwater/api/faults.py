@@ -34,6 +34,13 @@ STATUS: Final = MappingProxyType(
 )
 """HTTP status by error kind. A key without the right is 403; every other error has the status of its kind."""
 
+_FURTHER: Final = frozenset({
+    "token_ids", "prompt_ids", "items", "sampling_params", "cache_salt", "priority", "features", "output_mode",
+    "input_ids", "rid", "max_new_tokens", "min_new_tokens", "sampling_seed", "return_logprob", "logprob_start_len",
+    "top_logprobs_num", "return_routed_experts", "trace_decode_token_ids", "add_special_tokens",
+})  # fmt: skip
+"""Fields of the further routes."""
+
 RETRY_AFTER_S: Final = 1
 """What ``Retry-After`` says."""
 
@@ -68,7 +75,7 @@ def fault(error: SlackwaterError) -> Fault:
     return Fault(
         message=str(error),
         type=error.kind,
-        param=name if name in FIELDS else None,
+        param=name if name in FIELDS or name in _FURTHER else None,
         code=error.kind,
         hint=error.hint,
         versions=error.versions if isinstance(error, PolicyUnmetError) else (),

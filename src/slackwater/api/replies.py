@@ -59,10 +59,46 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens_details: CachedTokens
 
 
+class FunctionCall(msgspec.Struct, frozen=True, kw_only=True):
+    """What a tool call calls."""
+
+    name: str
+    arguments: str
+    """One JSON object, as text."""
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    """One call of an answer."""
+
+    id: str
+    function: FunctionCall
+    type: Literal["function"] = "function"
+
+
+class FunctionDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """What a chunk adds to a call: first its name, then pieces of its arguments."""
+
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """One call's part of a chunk; ``id`` and ``type`` come with the name."""
+
+    index: int
+    """Which of the choice's calls."""
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
 class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to a conversation."""
 
-    content: str
+    content: str | None
+    """None where it says nothing besides reasoning and calls."""
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: tuple[ToolCall, ...] | UnsetType = UNSET
     role: Literal["assistant"] = "assistant"
     refusal: None = None
 
@@ -72,14 +108,16 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     role: Literal["assistant"] | UnsetType = UNSET
     """In the first chunk of a choice."""
-    content: str | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: tuple[ToolCallDelta, ...] | UnsetType = UNSET
 
 
 class Extras(msgspec.Struct, frozen=True, kw_only=True):
     """What any choice shows on request."""
 
     index: int
-    finish_reason: Finish | None
+    finish_reason: Finish | Literal["tool_calls"] | None
     token_ids: tuple[int, ...] | UnsetType = UNSET
     engine_data: EngineData | UnsetType = UNSET
 
@@ -117,6 +155,8 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
     """On request; in a stream, of its first chunk alone."""
+    prior_kept: int | UnsetType = UNSET
+    """Of a request with ``prior_token_ids``: how many of them the prompt begins with. Where ``prompt_token_ids`` is."""
 
 
 class Aborted(msgspec.Struct, frozen=True, kw_only=True):

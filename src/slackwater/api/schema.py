@@ -2,7 +2,7 @@
 
 import re
 from types import MappingProxyType
-from typing import Final, Literal, TypeVar
+from typing import ClassVar, Final, Literal, TypeVar
 
 import msgspec
 
@@ -34,28 +34,72 @@ class TextPart(msgspec.Struct, frozen=True, kw_only=True):
     text: str = ""
 
 
+class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
+    """What a tool call calls."""
+
+    name: str
+    arguments: str | dict[str, object] = "{}"
+    """One JSON object, as text or as it is."""
+
+    def decoded(self) -> dict[str, object]:
+        """The arguments as chat templates expect them.
+
+        Raises:
+            InvalidInputError: They are no JSON object.
+        """
+        if not isinstance(self.arguments, str):
+            return self.arguments
+        try:
+            return _OBJECT.decode(self.arguments)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise InvalidInputError(
+                f"messages is wrong: the arguments of a call of {self.name[:80]!r} are no JSON object",
+                hint="send the arguments as the reply had them",
+            ) from error
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    """One call of an assistant's message."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def plain(self) -> dict[str, object]:
+        """As chat templates expect it."""
+        named = {} if self.id is None else {"id": self.id}
+        function = {"name": self.function.name, "arguments": self.function.decoded()}
+        return {**named, "type": "function", "function": function}
+
+
+_OBJECT: Final = msgspec.json.Decoder(dict[str, object])
+
+
 class Message(msgspec.Struct, frozen=True, kw_only=True):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | tuple[TextPart, ...] | None = None
     name: str | None = None
-    tool_calls: object = None
+    tool_calls: tuple[ToolCall, ...] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
 
-    def plain(self) -> dict[str, str]:
+    def plain(self) -> dict[str, object]:
         """As chat templates expect it.
 
         Raises:
-            UnsupportedError: It has parts that are not text, or tool calls.
+            InvalidInputError: The arguments of a call are no JSON object.
+            UnsupportedError: It has parts that are not text.
         """
-        if self.tool_calls:
-            raise UnsupportedError("messages with tool_calls aren't supported", hint="render them as text")
         parts = self.content if isinstance(self.content, tuple) else ()
         if any(part.type != "text" for part in parts):
             raise UnsupportedError("messages with parts other than text aren't supported", hint="send text alone")
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in parts)
-        named = {} if self.name is None else {"name": self.name}
-        return {"role": self.role, "content": content, **named}
+        extras = {"name": self.name, "tool_call_id": self.tool_call_id, "reasoning_content": self.reasoning_content}
+        calls = {"tool_calls": [call.plain() for call in self.tool_calls]} if self.tool_calls else {}
+        present = {key: value for key, value in extras.items() if value is not None}
+        return {"role": self.role, "content": content, **present, **calls}
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,10 +111,6 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True):
     functions: object = None
     function_call: object = None
     response_format: object = None
-    logit_bias: object = None
-    presence_penalty: object = None
-    frequency_penalty: object = None
-    repetition_penalty: object = None
     modalities: object = None
     audio: object = None
     prediction: object = None
@@ -80,9 +120,6 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True):
     suffix: object = None
     echo: object = None
     best_of: object = None
-    min_p: object = None
-    min_tokens: object = None
-    ignore_eos: object = None
     bad_words: object = None
     prompt_logprobs: object = None
     structured_outputs: object = None
@@ -92,11 +129,14 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True):
     continue_final_message: object = None
     lora_adapter: object = None
 
+    honoured: ClassVar[frozenset[str]] = frozenset()
+    """Those of the fields that a route takes after all."""
+
     def refuse(self) -> None:
         """Raises UnsupportedError that names the first field which asks for something."""
         for name in Refused.__struct_fields__:
             value = getattr(self, name)
-            if value is not None and value not in _NEUTRAL.get(name, _EMPTY):
+            if name not in self.honoured and value is not None and value not in _NEUTRAL.get(name, _EMPTY):
                 raise UnsupportedError(f"{name} isn't supported", hint="leave it out")
 
 
@@ -107,12 +147,24 @@ _NEUTRAL: Final = MappingProxyType[str, tuple[object, ...]](
         "parallel_tool_calls": (False, True),
         "function_call": ("none", "auto"),
         "response_format": ({"type": "text"},),
-        "repetition_penalty": (1,),
         "modalities": (["text"],),
         "best_of": (1,),
         "add_generation_prompt": (True,),
     }
 )
+
+
+class EngineDataField(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What ``engine_data`` has besides what it always has."""
+
+    raw_logprobs: bool = False
+    sampling_mask: bool = False
+
+
+class NvextField(msgspec.Struct, frozen=True, kw_only=True):
+    """Dynamo's way to ask for it."""
+
+    extra_fields: tuple[Literal["engine_data", "raw_logprobs", "sampling_mask"], ...] = ()
 
 
 class Sampled(Refused, frozen=True, kw_only=True):
@@ -136,13 +188,43 @@ class Sampled(Refused, frozen=True, kw_only=True):
     policy: PolicyField | None = None
     forced_token_ids: tuple[int, ...] | None = None
     return_token_ids: bool | None = None
-    engine_data: bool | None = None
+    engine_data: bool | EngineDataField | None = None
+    nvext: NvextField | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    """By token id, in decimals."""
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+
+    def evidence(self) -> EngineDataField | None:
+        """What is asked of ``engine_data``, by either name; None: it isn't wanted."""
+        names = self.nvext.extra_fields if self.nvext else ()
+        asked = self.engine_data if isinstance(self.engine_data, EngineDataField) else EngineDataField()
+        if not (names or self.engine_data):
+            return None
+        fields = EngineDataField.__struct_fields__
+        return EngineDataField(**{name: getattr(asked, name) or name in names for name in fields})
 
 
 class ChatBody(Sampled, frozen=True, kw_only=True):
     """``POST /v1/chat/completions``."""
 
+    honoured: ClassVar[frozenset[str]] = frozenset(
+        ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+    )
+
     messages: tuple[Message, ...]
+    tools: tuple[dict[str, object], ...] | None = None
+    """As chat templates expect them: whatever each has is rendered."""
+    chat_template_kwargs: dict[str, object] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    prior_token_ids: tuple[int, ...] | None = None
+    """The episode so far: ``messages`` are what is new since."""
+    append: Literal["exact", "fork"] | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -176,30 +258,36 @@ def read_chat(body: bytes) -> ChatBody:
     Raises:
         InvalidInputError: It isn't JSON, or a field has the wrong type.
     """
-    return _read(_CHAT, body)
+    return read_with(_CHAT, body)
 
 
 def read_text(body: bytes) -> TextBody:
     """As `read_chat`."""
-    return _read(_TEXT, body)
+    return read_with(_TEXT, body)
 
 
 def read_abort(body: bytes) -> AbortBody:
     """As `read_chat`."""
-    return _read(_ABORT, body)
+    return read_with(_ABORT, body)
 
 
-_Body = TypeVar("_Body", bound=msgspec.Struct)
+_Body = TypeVar("_Body")
 
 
-def _read(decoder: msgspec.json.Decoder[_Body], body: bytes) -> _Body:
+def read_with(decoder: msgspec.json.Decoder[_Body], body: bytes) -> _Body:
+    """As `read_chat`, for any shape."""
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        problem, _, path = str(error).partition(" - at ")
-        place = path.strip("`").removeprefix("$.")
-        field = re.split(r"[.\[]", place)[0] or "the body"
-        where = f", at {place}" if place not in ("", field) else ""
-        raise InvalidInputError(f"{field} is wrong: {problem}{where}") from error
+        raise misfit(error) from error
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise InvalidInputError(f"the body is no JSON: {error}", hint="send one JSON object in UTF-8") from error
+
+
+def misfit(error: msgspec.ValidationError) -> InvalidInputError:
+    """Say which field of a body has the wrong type."""
+    problem, _, path = str(error).partition(" - at ")
+    place = path.strip("`").removeprefix("$.")
+    field = re.split(r"[.\[]", place)[0] or "the body"
+    where = f", at {place}" if place not in ("", field) else ""
+    return InvalidInputError(f"{field} is wrong: {problem}{where}")

@@ -3,15 +3,15 @@
 import math
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from typing import Final, Protocol
+from typing import Final, Literal, Protocol
 
 from msgspec import UNSET, UnsetType
 
 from slackwater.api.asking import Wanted
+from slackwater.api.conversation import Parsing
 from slackwater.api.engine_data import EngineData, engine_data
 from slackwater.api.reading import Piece, Reading
 from slackwater.api.replies import (
-    AssistantMessage,
     CachedTokens,
     ChatChoice,
     ChatDelta,
@@ -24,10 +24,13 @@ from slackwater.api.replies import (
     Usage,
 )
 from slackwater.api.text import TokenTable
+from slackwater.api.voice import Voice
 from slackwater.rollout.evidence import Finish, TokenStep
 
 IMPOSSIBLE: Final = -9999.0
 """Stands for minus infinity in OpenAI's ``logprobs``, as in OpenAI's own API. ``engine_data`` is exact."""
+_PROMPT_END: Final = 32
+"""Tokens at a prompt's end that tell whether it opens the answer's reasoning."""
 
 
 class Shape(Protocol):
@@ -44,8 +47,8 @@ class Shape(Protocol):
         """A choice that has ended."""
         ...
 
-    def part(self, reading: Reading, piece: Piece) -> ChatDelta | TextChoice | None:
-        """What ``piece``, the newest of ``reading``, adds to a stream; None where that is nothing to see."""
+    def parts(self, reading: Reading, piece: Piece) -> Sequence[ChatDelta | TextChoice]:
+        """What ``piece``, the newest of ``reading``, adds to a stream: a chunk each, none where nothing is to see."""
         ...
 
 
@@ -61,49 +64,77 @@ class _Common:
         wanted = self._wanted
         if not wanted.engine_data:
             return UNSET
-        return engine_data(reading.completion(), wanted.top_logprobs, prompt_tokens=len(reading.request.prompt_ids))
+        asked, top = reading.request, wanted.top_logprobs
+        prompt_tokens = len(asked.prompt_ids)
+        return engine_data(reading.completion(), top, prompt_tokens=prompt_tokens, sampling=asked.sampling)
 
-    def _is_silent(self, reading: Reading, piece: Piece) -> bool:
+    def _is_silent(self, reading: Reading, piece: Piece, *, shows: bool) -> bool:
         shows_tokens = self._wanted.logprobs or self._wanted.token_ids
-        return not (piece.text or piece.finish or shows_tokens or len(reading.steps) == 1)
+        return not (shows or piece.finish or shows_tokens or len(reading.steps) == 1)
 
     def _name(self, token_id: int) -> str:
         return self._table.piece(token_id).decode("utf-8", "backslashreplace")
 
 
 class ChatShape(_Common):
-    """``chat.completion`` and ``chat.completion.chunk``."""
+    """``chat.completion`` and ``chat.completion.chunk``.
+
+    Args:
+        table: Bytes of the tokens.
+        wanted: What the reply shows.
+        parsing: How answers are taken apart; by default their text is the content.
+    """
 
     prefix = "chatcmpl"
     whole = "chat.completion"
     chunk = "chat.completion.chunk"
 
+    def __init__(self, table: TokenTable, wanted: Wanted, parsing: Parsing | None = None) -> None:
+        super().__init__(table, wanted)
+        self._parsing = parsing or Parsing()
+        self._voices: dict[int, Voice] = {}
+        """By choice."""
+
     def choice(self, reading: Reading) -> ChatChoice:
         """See `Shape.choice`."""
+        voice = self._voice(reading)
+        message = voice.message(reading.text)
         return ChatChoice(
             index=reading.index,
-            message=AssistantMessage(content=reading.text),
+            message=message,
             logprobs=self._logprobs(reading.steps),
-            finish_reason=finish_reason(reading.completion().finish),
+            finish_reason=_chat_finish(reading.completion().finish, voice),
             token_ids=self._ids(reading.steps),
             engine_data=self._evidence(reading),
         )
 
-    def part(self, reading: Reading, piece: Piece) -> ChatDelta | None:
-        """See `Shape.part`."""
-        if self._is_silent(reading, piece):
-            return None
+    def parts(self, reading: Reading, piece: Piece) -> list[ChatDelta]:
+        """See `Shape.parts`."""
         steps = (piece.step,) if piece.step else ()
         opens = len(reading.steps) == len(steps)
-        shows = piece.text or opens or not piece.finish
-        return ChatDelta(
-            index=reading.index,
-            delta=Delta(role="assistant" if opens else UNSET, content=piece.text if shows else UNSET),
-            logprobs=self._logprobs(steps),
-            finish_reason=finish_reason(piece.finish),
-            token_ids=self._ids(steps),
-            engine_data=self._evidence(reading) if piece.finish else UNSET,
-        )
+        voice = self._voices.setdefault(reading.index, self._voice(reading)) if opens else self._voices[reading.index]
+        deltas = voice.deltas(piece.text, opens=opens, ends=piece.finish is not None)
+        if not deltas and self._is_silent(reading, piece, shows=False):
+            return []
+        deltas = deltas or [Delta()]
+        last = len(deltas) - 1 if piece.finish else -1
+        finish = _chat_finish(piece.finish, voice)
+        return [
+            ChatDelta(
+                index=reading.index,
+                delta=delta,
+                logprobs=self._logprobs(() if place else steps),
+                finish_reason=finish if place == last else None,
+                token_ids=self._ids(() if place else steps),
+                engine_data=self._evidence(reading) if place == last else UNSET,
+            )
+            for place, delta in enumerate(deltas)
+        ]
+
+    def _voice(self, reading: Reading) -> Voice:
+        ends = reading.request.prompt_ids[-_PROMPT_END:]
+        prompt_end = b"".join(map(self._table.piece, ends)).decode("utf-8", "replace")
+        return Voice(self._parsing.reader(prompt_end), reading.request.request_id)
 
     def _logprobs(self, steps: Sequence[TokenStep]) -> ChatLogprobs | None:
         return ChatLogprobs(content=tuple(map(self._entry, steps))) if self._wanted.logprobs else None
@@ -143,12 +174,12 @@ class TextShape(_Common):
             engine_data=self._evidence(reading),
         )
 
-    def part(self, reading: Reading, piece: Piece) -> TextChoice | None:
-        """See `Shape.part`."""
-        if self._is_silent(reading, piece):
-            return None
+    def parts(self, reading: Reading, piece: Piece) -> list[TextChoice]:
+        """See `Shape.parts`."""
+        if self._is_silent(reading, piece, shows=bool(piece.text)):
+            return []
         steps = (piece.step,) if piece.step else ()
-        return TextChoice(
+        part = TextChoice(
             index=reading.index,
             text=piece.text,
             logprobs=self._logprobs(reading.index, steps),
@@ -156,6 +187,7 @@ class TextShape(_Common):
             token_ids=self._ids(steps),
             engine_data=self._evidence(reading) if piece.finish else UNSET,
         )
+        return [part]
 
     def _logprobs(self, index: int, steps: Sequence[TokenStep]) -> TextLogprobs | None:
         if not self._wanted.logprobs:
@@ -177,6 +209,10 @@ def finish_reason(finish: Finish | None) -> Finish | None:
     partial rollouts go on from. ``engine_data`` says which it was.
     """
     return Finish.ABORT if finish is Finish.SWAPPED else finish
+
+
+def _chat_finish(finish: Finish | None, voice: Voice) -> Finish | Literal["tool_calls"] | None:
+    return "tool_calls" if finish is Finish.STOP and voice.calls else finish_reason(finish)
 
 
 def usage(readings: Sequence[Reading]) -> Usage:

@@ -2,7 +2,7 @@
 
 import codecs
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 _SPACE: Final = "\N{LOWER ONE EIGHTH BLOCK}"
@@ -32,6 +32,12 @@ class TokenTable:
     def text_bytes(self, token_id: int) -> bytes:
         """Bytes that a token adds to the text: none for a special one."""
         return b"" if token_id in self.special else self.piece(token_id)
+
+    def showing(self, marks: Iterable[str]) -> "TokenTable":
+        """A view in which special tokens that are part of one of ``marks`` make text too."""
+        wanted = tuple(mark.encode() for mark in marks)
+        shown = {token_id for token_id in self.special if any(self.piece(token_id) in mark for mark in wanted)}
+        return replace(self, special=self.special - shown)
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """The text of an answer: special tokens skipped, ill-formed UTF-8 as U+FFFD."""
@@ -116,7 +122,7 @@ class TextStream:
         self._held += text
         cut = first_stop(self._held, self._stops)
         self.stopped = cut is not None
-        safe = len(self._held) - _tail(self._held, self._stops) if cut is None else cut
+        safe = len(self._held) - tail_of(self._held, self._stops) if cut is None else cut
         shown, self._held = self._held[:safe], "" if self.stopped else self._held[safe:]
         return shown
 
@@ -127,7 +133,7 @@ def first_stop(text: str, stops: Sequence[str]) -> int | None:
     return min(found)[1] if found else None
 
 
-def _tail(text: str, stops: Sequence[str]) -> int:
+def tail_of(text: str, stops: Sequence[str]) -> int:
     """Length of the longest end of ``text`` that a stop string begins with."""
     longest = min(len(text), max(map(len, stops)) - 1)
     ends = (length for length in range(longest, 0, -1) if text.endswith(tuple(stop[:length] for stop in stops)))

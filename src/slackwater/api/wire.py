@@ -1,8 +1,8 @@
 """``POST /v1/generate``: tokens in, tokens out. A request as JSON; its answer as NDJSON lines that lose nothing.
 
 Lines: ``origin`` at once, and again before the first token where it changed; ``token`` for each, behind ``kv`` where
-its spans don't fit into one line; then ``end``. Or an ``error``, which is the last. A body that ends without ``end`` or
-``error`` was cut.
+its spans don't fit into one line, and behind ``mask`` where that is asked for; then ``end``. Or an ``error``, which is
+the last. A body that ends without ``end`` or ``error`` was cut.
 """
 
 import math
@@ -11,12 +11,21 @@ from operator import lt
 from typing import Annotated, Final
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from slackwater.api.faults import Fault, fault, rebuild
 from slackwater.errors import CorruptError, InternalError, InvalidInputError, SlackwaterError
 from slackwater.ids import BootId, ReplicaId, RunId, Version
 from slackwater.rollout.completer import Answer
-from slackwater.rollout.evidence import Finish, Origin, PolicySpan, TokenStep
+from slackwater.rollout.evidence import (
+    MASK_ID_BYTES,
+    MAX_MASK_IDS,
+    Finish,
+    Origin,
+    PolicySpan,
+    TokenStep,
+    mask_ids,
+)
 from slackwater.rollout.request import CompletionRequest
 
 
@@ -80,6 +89,13 @@ class KvLine(msgspec.Struct, frozen=True, kw_only=True, tag="kv"):
     spans: tuple[KvSpan, ...]
 
 
+class MaskLine(msgspec.Struct, frozen=True, kw_only=True, tag="mask"):
+    """The support that the next token was drawn from."""
+
+    ids: Annotated[bytes, msgspec.Meta(max_length=MASK_ID_BYTES * MAX_MASK_IDS)]
+    """As `slackwater.rollout.evidence.pack_mask` makes it; in JSON in base64."""
+
+
 class TokenLine(msgspec.Struct, frozen=True, kw_only=True, tag="token", omit_defaults=True):
     """One token. A log-probability of minus infinity, which JSON can't write, is null."""
 
@@ -92,6 +108,8 @@ class TokenLine(msgspec.Struct, frozen=True, kw_only=True, tag="token", omit_def
     provisional: bool = False
     moved: Mover | None = None
     finish: Finish | None = None
+    raw_logprob: float | UnsetType | None = UNSET
+    """Absent where it wasn't asked for."""
 
 
 class EndLine(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
@@ -106,14 +124,14 @@ class ErrorLine(msgspec.Struct, frozen=True, kw_only=True, tag="error"):
     error: Fault
 
 
-Line = OriginLine | KvLine | TokenLine | EndLine | ErrorLine
+Line = OriginLine | KvLine | MaskLine | TokenLine | EndLine | ErrorLine
 
 MAX_LINE_BYTES: Final = 64 * 1024
 """Readers hold no longer line."""
 KV_SPANS_PER_LINE: Final = 512
 """Each takes at most 64 bytes, and all else in a token's line less than 8 KiB."""
 
-_LINES: Final = msgspec.json.Decoder(OriginLine | KvLine | TokenLine | EndLine | ErrorLine)
+_LINES: Final = msgspec.json.Decoder(OriginLine | KvLine | MaskLine | TokenLine | EndLine | ErrorLine)
 _REQUESTS: Final = msgspec.json.Decoder(CompletionRequest)
 
 
@@ -174,8 +192,8 @@ def origin_line(origin: Origin) -> OriginLine:
     )
 
 
-def token_lines(step: TokenStep) -> Iterator[KvLine | TokenLine]:
-    """Put a token into a line, behind others where it has many KV spans.
+def token_lines(step: TokenStep) -> Iterator[KvLine | MaskLine | TokenLine]:
+    """Put a token into a line, behind others where it has many KV spans or a mask.
 
     Raises:
         InternalError: A log-probability is no such thing: NaN, or plus infinity.
@@ -184,6 +202,8 @@ def token_lines(step: TokenStep) -> Iterator[KvLine | TokenLine]:
     while len(spans) > KV_SPANS_PER_LINE:
         yield KvLine(spans=spans[:KV_SPANS_PER_LINE])
         spans = spans[KV_SPANS_PER_LINE:]
+    if step.mask is not None:
+        yield MaskLine(ids=step.mask)
     yield TokenLine(
         token_id=step.token_id,
         logprob=_write(step.logprob),
@@ -194,6 +214,7 @@ def token_lines(step: TokenStep) -> Iterator[KvLine | TokenLine]:
         provisional=step.provisional,
         moved=_mover(step.moved) if step.moved else None,
         finish=step.finish,
+        raw_logprob=UNSET if step.raw_logprob is None else _write(step.raw_logprob),
     )
 
 
@@ -209,7 +230,7 @@ def _mover(by: Origin) -> Mover:
 
 
 class StepReader:
-    """Makes the lines of one answer steps again. KV spans and moves that can't be are refused here, and only here.
+    """Makes the lines of one answer steps again. What can't be is refused here, and only here.
 
     Args:
         prompt_tokens: Of the request: a token's spans must cover the positions before it.
@@ -219,20 +240,26 @@ class StepReader:
         self._prompt = prompt_tokens
         self._rows = prompt_tokens
         self._spans: list[KvSpan] = []
+        self._mask: bytes | None = None
 
-    def take(self, line: KvLine | TokenLine) -> TokenStep | None:
+    def take(self, line: KvLine | MaskLine | TokenLine) -> TokenStep | None:
         """The step that a line completes; None where it only begins one.
 
         Raises:
             CorruptError: KV spans aren't adjacent, are empty, or don't reach from 0 to the token; or another replica
-                takes over at the first token, without telling of its KV, or with more of it than there is.
+                takes over at the first token, without telling of its KV, or with more of it than there is; or a mask
+                has no rising ids.
         """
+        if isinstance(line, MaskLine):
+            self._mask = _rising(line.ids)
+            return None
         self._spans += line.spans if isinstance(line, KvLine) else line.kv
         if len(self._spans) > self._rows:
             raise CorruptError(f"an answer tells {len(self._spans)} KV spans of {self._rows} positions")
         if isinstance(line, KvLine):
             return None
         kv, self._spans = _covering(self._spans, self._rows), []
+        mask, self._mask = self._mask, None
         moved = self._moved(line.moved, kv) if line.moved else None
         self._rows += 1
         return TokenStep(
@@ -245,6 +272,8 @@ class StepReader:
             provisional=line.provisional,
             moved=moved,
             finish=line.finish,
+            raw_logprob=None if isinstance(line.raw_logprob, UnsetType) else _read(line.raw_logprob),
+            mask=mask,
         )
 
     def _moved(self, by: Mover, kv: Sequence[PolicySpan]) -> Origin:
@@ -260,6 +289,13 @@ def _covering(spans: Sequence[KvSpan], rows: int) -> tuple[PolicySpan, ...]:
     if spans and not whole:
         raise CorruptError(f"an answer's KV spans don't cover the {rows} positions before their token in order")
     return tuple(PolicySpan(version=version, start=start, end=end) for version, start, end in spans)
+
+
+def _rising(mask: bytes) -> bytes:
+    ids = mask_ids(mask) if len(mask) % MASK_ID_BYTES == 0 else (-1,)
+    if min(ids, default=0) < 0 or not all(map(lt, ids, ids[1:])):
+        raise CorruptError("an answer's mask has no rising token ids")
+    return mask
 
 
 def read_error(line: ErrorLine) -> SlackwaterError:

@@ -42,7 +42,12 @@ async def run_gateway(settings: GatewaySettings, keys: Keys, ending: Ending) -> 
     taken = bind(settings.host, settings.port)
     bucket = open_trusted(settings.bucket, settings.trust)
     await asyncio.to_thread(probe, bucket)
-    tokenizer = await asyncio.to_thread(ChatTokenizer, settings.tokenizer)
+    tokenizer = await asyncio.to_thread(
+        ChatTokenizer,
+        settings.tokenizer,
+        tool_parser=settings.tool_parser,
+        reasoning_parser=settings.reasoning_parser,
+    )
     async with ClientSession() as session:
         limits = ConductorLimits(
             deadline_s=settings.deadline_s,

@@ -24,11 +24,13 @@ from slackwater.cli.options import (
     Old,
     OptionalBucket,
     Port,
+    ReasoningParser,
     RunName,
     SignWith,
     Snapshot,
     Supervised,
     Threads,
+    ToolParser,
     Top,
     Trust,
     WatchPoll,
@@ -365,6 +367,8 @@ def gateway(
     watch: WatchPoll = 2.0,
     call_deadline: CallDeadline = 5.0,
     lag_limit: LagLimit = 60.0,
+    tool_parser: ToolParser = "auto",
+    reasoning_parser: ReasoningParser = "auto",
     host: Host = "127.0.0.1",
     port: Port = 8000,
     trust: Trust = None,
@@ -377,6 +381,7 @@ def gateway(
         replicas=parse_replicas(replica_urls), groups=parse_groups(group or (), run_id(run)), tokenizer=tokenizer,
         bucket=bucket, run=run_id(run), model=model, host=host, port=port, trust=trust or (), ledger=ledger,
         deadline_s=deadline, poll_s=poll, watch_s=watch, call_s=call_deadline, lag_limit_s=lag_limit,
+        tool_parser=tool_parser, reasoning_parser=reasoning_parser,
     )  # fmt: skip
     keys = keys_from()
     from slackwater.cli.gateway import run_gateway

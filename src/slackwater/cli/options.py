@@ -1,10 +1,11 @@
 """Options that several commands share."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import typer
 
+from slackwater.api.parsing.families import AUTO, REASONING_FORMATS, TOOL_FORMATS
 from slackwater.cli.typed import one_of
 
 BucketUrl = Annotated[str, typer.Option("--bucket", help="s3://bucket/prefix, gs://…, az://…, or a directory.")]
@@ -72,4 +73,24 @@ CallDeadline = Annotated[
 LagLimit = Annotated[
     float,
     typer.Option("--lag-limit", metavar="S", min=1, max=86400, help="Seconds that a follower may lag before an alarm."),
+]
+_TOOL_PARSERS: Final = (AUTO, *TOOL_FORMATS)
+_REASONING_PARSERS: Final = (AUTO, *REASONING_FORMATS)
+ToolParser = Annotated[
+    str,
+    typer.Option(
+        "--tool-parser",
+        metavar="|".join(_TOOL_PARSERS),
+        parser=one_of(*_TOOL_PARSERS),
+        help="How the model writes tool calls; auto: as its chat template tells plainly.",
+    ),
+]
+ReasoningParser = Annotated[
+    str,
+    typer.Option(
+        "--reasoning-parser",
+        metavar="|".join(_REASONING_PARSERS),
+        parser=one_of(*_REASONING_PARSERS),
+        help="How the model marks reasoning; auto: as its chat template tells plainly.",
+    ),
 ]

@@ -110,7 +110,9 @@ class _Loader:
     async def open_engine(self, folder: Path, version: Version) -> TorchEngine:
         """See `slackwater.replica.boot.OpenEngine`."""
         settings = self._settings
-        self._tokenizer = await asyncio.to_thread(ChatTokenizer, folder)
+        self._tokenizer = await asyncio.to_thread(
+            ChatTokenizer, folder, tool_parser=settings.tool_parser, reasoning_parser=settings.reasoning_parser
+        )
         return await TorchEngine.open(
             folder,
             version=version,
@@ -118,6 +120,7 @@ class _Loader:
             replica=settings.replica,
             boot=self.boot,
             slots=settings.slots,
+            batch_invariant=settings.batch_invariant,
             threads=settings.threads,
             window=settings.window,
         )

@@ -8,7 +8,7 @@ import typer
 
 from slackwater.cli.ending import Ending
 from slackwater.cli.keys import keys_from
-from slackwater.cli.options import BucketUrl, Host, Port, RunName, Supervised, Trust
+from slackwater.cli.options import BucketUrl, Host, Port, ReasoningParser, RunName, Supervised, ToolParser, Trust
 from slackwater.cli.typed import one_of
 from slackwater.config.in_flight import InFlight
 from slackwater.config.process import ReplicaSettings, SwapSettings
@@ -27,6 +27,9 @@ def replica(  # one option each
     port: Port = 8100,
     cache: Annotated[Path | None, typer.Option(help="Where verified bytes are kept.")] = None,
     slots: Annotated[int, typer.Option(min=1, max=256, help="Answers decoded at once.")] = 16,
+    batch_invariant: Annotated[
+        bool, typer.Option("--batch-invariant", help="Let no bit of an answer depend on who else is served; slower.")
+    ] = False,
     threads: Annotated[int, typer.Option(min=1, max=256, help="torch threads of the engine.")] = 1,
     window: Annotated[int, typer.Option(min=32, help="Context window in tokens.")] = 1024,
     model: Annotated[str, typer.Option(help="Name under which the gateway asks.")] = "policy",
@@ -50,6 +53,8 @@ def replica(  # one option each
         float,
         typer.Option(min=0, max=_DAY, help="Seconds in which all weights are compared again, over and over; 0: never."),
     ] = 600.0,
+    tool_parser: ToolParser = "auto",
+    reasoning_parser: ReasoningParser = "auto",
     max_deltas: Annotated[int, typer.Option(min=1, help="Deltas that one swap takes at most.")] = 32,
     trust: Trust = None,
     supervised: Supervised = False,
@@ -69,6 +74,7 @@ def replica(  # one option each
     settings = ReplicaSettings(
         bucket=bucket, run=run_id(run), replica=ReplicaId(run_id(name)), host=host, port=port, cache=cache,
         slots=slots, threads=threads, window=window, model=model, trust=trust or (), swaps=swaps,
+        tool_parser=tool_parser, reasoning_parser=reasoning_parser, batch_invariant=batch_invariant,
     )  # fmt: skip
     keys = keys_from()
     from slackwater.cli.replica import run_replica

@@ -46,7 +46,9 @@ class ReplicaSettings:
     cache: Path | None = None
     """Where verified bytes are kept; None: the user's cache folder."""
     slots: int = 16
-    """Answers decoded at once; also the width of every decode step."""
+    """Answers decoded at once."""
+    batch_invariant: bool = False
+    """No bit of an answer depends on who else is served; slower."""
     threads: int = 1
     """torch threads of the engine."""
     window: int = 1024
@@ -57,6 +59,10 @@ class ReplicaSettings:
     """Seconds between looks at the bucket's head."""
     trust: Sequence[Path] = ()
     """Files of the public keys whose versions are taken; none takes all."""
+    tool_parser: str = "auto"
+    """Format in which the model writes tool calls; ``auto``: as its chat template tells plainly."""
+    reasoning_parser: str = "auto"
+    """Likewise, of reasoning."""
     swaps: SwapSettings = field(default_factory=SwapSettings)
 
 
@@ -89,6 +95,10 @@ class GatewaySettings:
     """Seconds between looks at each replica's health."""
     trust: Sequence[Path] = ()
     """Files of the public keys whose versions can be named; none takes all."""
+    tool_parser: str = "auto"
+    """Format in which the model writes tool calls; ``auto``: as its chat template tells plainly."""
+    reasoning_parser: str = "auto"
+    """Likewise, of reasoning."""
     groups: Sequence[GroupSettings] = ()
     """Of the replicas; those in none make up the group ``default``."""
     ledger: Path | None = None

@@ -99,7 +99,7 @@ def assemble(settings: DemoSettings) -> Cast:
         gateway=child("gateway", "gateway", *fleet, "--tokenizer", model, "--port", port("gateway")),
         replicas=tuple(
             child(
-                name, "replica", "--name", name, "--port", port(name),
+                name, "replica", "--batch-invariant", "--name", name, "--port", port(name),
                 "--cache", str(out / "work" / "cache" / name), "--window", _WINDOW,
             )
             for name in REPLICAS

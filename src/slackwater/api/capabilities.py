@@ -1,0 +1,108 @@
+"""``GET /v1/capabilities``: what this server answers, the fields that it takes, its evidence and its bounds."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from types import MappingProxyType, ModuleType
+from typing import Final, Literal
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from slackwater.api import asking, conversation, schema, score, sglang, sglang_shapes, vllm
+from slackwater.api.auth import INFERENCE_PATHS
+from slackwater.api.engine_data import EngineData
+from slackwater.api.respond import json_reply
+from slackwater.api.serving import Serving
+from slackwater.rollout import request as asked
+from slackwater.rollout.evidence import Finish
+from slackwater.rollout.request import PolicyConstraint, SamplingSpec
+
+API_VERSION: Final = 1
+"""Counts changes of this API that break its callers."""
+_BOUNDED: Final[tuple[ModuleType, ...]] = (asked, schema, asking, conversation, score, sglang_shapes)
+_NO_EVIDENCE: Final = frozenset({"status"})
+
+
+class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
+    """The reply of ``GET /v1/capabilities``."""
+
+    api_version: int
+    model: str
+    window: int
+    """Tokens of prompt and completion together."""
+    vocabulary: int
+    """Ids count from 0 to one below it. The model's own table may be longer."""
+    routes: tuple[str, ...]
+    """Paths that the inference key opens; ``/v1/replicas`` at a gateway alone."""
+    sampling: tuple[str, ...]
+    """Fields of ``sampling`` in ``/v1/generate``."""
+    completions: tuple[str, ...]
+    """Fields of both completion routes, those that are refused left out."""
+    vllm_sampling_params: tuple[str, ...]
+    """Of ``/inference/v1/generate``."""
+    sglang_sampling_params: tuple[str, ...]
+    """Of ``/generate``."""
+    policy: tuple[str, ...]
+    """Fields of a policy constraint."""
+    evidence: tuple[str, ...]
+    """Fields of ``engine_data``; its ``status`` says what each is worth."""
+    logprobs: tuple[Literal["processed", "raw"], ...]
+    """Kinds of log-probabilities."""
+    finish: tuple[Finish, ...]
+    """How answers may end."""
+    limits: Mapping[str, float]
+    """Every bound by its name: largest values, counts and lengths."""
+
+
+def routes(serving: Serving) -> list[Route]:
+    """The route, for `slackwater.api.app.create_app`. Normative page: docs/rl-api.md."""
+
+    async def capabilities(request: Request) -> Response:
+        del request
+        return json_reply(_capabilities(serving))
+
+    return [Route("/v1/capabilities", capabilities)]
+
+
+def _capabilities(serving: Serving) -> Capabilities:
+    spec = tuple(field.name for field in fields(SamplingSpec))
+    return Capabilities(
+        api_version=API_VERSION,
+        model=serving.model,
+        window=serving.completer.window(),
+        vocabulary=len(serving.tokenizer.table.pieces),
+        routes=tuple(sorted(INFERENCE_PATHS)),
+        sampling=spec,
+        completions=_completions(),
+        vllm_sampling_params=_taken(vllm.SAMPLING.names),
+        sglang_sampling_params=_taken(sglang_shapes.SAMPLING.names),
+        policy=tuple(field.name for field in fields(PolicyConstraint)),
+        evidence=tuple(name for name in EngineData.__struct_fields__ if name not in _NO_EVIDENCE),
+        logprobs=("processed", "raw") if "raw_logprobs" in spec else ("processed",),
+        finish=tuple(Finish),
+        limits=dict(LIMITS),
+    )
+
+
+def _completions() -> tuple[str, ...]:
+    return _taken(schema.FIELDS)
+
+
+def _taken(names: frozenset[str]) -> tuple[str, ...]:
+    return tuple(sorted(names - _refused()))
+
+
+def _refused() -> frozenset[str]:
+    return frozenset(schema.Refused.__struct_fields__) - schema.ChatBody.honoured
+
+
+def _limits() -> dict[str, float]:
+    named = {name: value for module in _BOUNDED for name, value in vars(module).items()}
+    bounds = {name.lower(): value for name, value in named.items() if name.startswith(("MAX_", "DEFAULT_"))}
+    return {**bounds, "scores_at_once": score.SCORES_AT_ONCE, "sparse_from": sglang.SPARSE_FROM}
+
+
+LIMITS: Final[Mapping[str, float]] = MappingProxyType(_limits())
+"""Every bound of a request, in small letters."""

@@ -1,0 +1,1 @@
+"""What a model says, taken apart: reasoning, content and tool calls, by the format of its family. Pure."""

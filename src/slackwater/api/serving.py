@@ -1,0 +1,144 @@
+"""What the API's routes share: the model that is served, and its requests from their admission to their end."""
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from slackwater.api.asking import Wanted, requests
+from slackwater.api.conversation import Conversation
+from slackwater.api.live import Live, LiveRequest
+from slackwater.api.reading import Reading
+from slackwater.api.respond import CLIENT_GONE, json_reply
+from slackwater.api.schema import Sampled
+from slackwater.api.stream import until_disconnect
+from slackwater.api.text import TextStream
+from slackwater.clock import Clock
+from slackwater.rollout.completer import Completer
+
+if TYPE_CHECKING:
+    from slackwater.api.tokens import ChatTokenizer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Named:
+    """A request under way, findable for aborts."""
+
+    name: str
+    """The caller's, or one that the server picked."""
+    unique: str
+    """What replicas and logs see: callers of several gateways may choose one name."""
+    completer: LiveRequest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Begun:
+    """A request whose answers can be read."""
+
+    name: str
+    completer: LiveRequest
+    readings: Sequence[Reading]
+    """One per choice; all have the same prompt."""
+    created: int
+    """Seconds since the epoch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Serving:
+    """One model and what answers for it."""
+
+    completer: Completer
+    tokenizer: "ChatTokenizer"
+    model: str
+    clock: Clock
+    live: Live
+
+    async def encoded(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
+        """Ids of a prompt; ids are kept as they are.
+
+        Raises:
+            ContextLengthError: The text can't fit into the window.
+        """
+        if not isinstance(prompt, str):
+            return prompt
+        return await asyncio.to_thread(self.tokenizer.encode, prompt, window=self.completer.window())
+
+    async def rendered(self, told: Conversation) -> tuple[int, ...]:
+        """Ids of a conversation, by the model's own template.
+
+        Raises:
+            ConflictError: The prior ids can't be gone on from.
+            ContextLengthError: Its text can't fit into the window.
+            InvalidInputError: The template refuses it.
+            UnsupportedError: The model has no template, or not for this.
+        """
+        return await asyncio.to_thread(self._rendered, told, self.completer.window())
+
+    def _rendered(self, told: Conversation, window: int) -> tuple[int, ...]:
+        if not told.prior_ids:
+            return self.tokenizer.render(told.messages, style=told.style, window=window)
+        return self.tokenizer.extend(told.prior_ids, told.messages, style=told.style, forks=told.forks, window=window)
+
+    @contextmanager
+    def named(self, request_id: str | None, *, choices: int) -> Generator[Named]:
+        """Know a request by its name until the exit.
+
+        Args:
+            request_id: The caller's name for it, checked; None: it gets one.
+            choices: How many answers will be asked for.
+
+        Raises:
+            ConflictError: Another request has the name now.
+        """
+        fresh = uuid.uuid4().hex
+        name = request_id or fresh
+        unique = f"{request_id}:{fresh}" if request_id else fresh
+        with self.live.entered(name, self.completer, choices=choices) as completer:
+            yield Named(name=name, unique=unique, completer=completer)
+
+    @asynccontextmanager
+    async def begun(
+        self,
+        body: Sampled,
+        wanted: Wanted,
+        prompt: Callable[[], Awaitable[tuple[int, ...]]],
+        text: Callable[[], TextStream] | None = None,
+        *,
+        others: int = 0,
+    ) -> AsyncGenerator[Begun]:
+        """Everything that a sampled request needs, until the exit.
+
+        Args:
+            body: Decoded.
+            wanted: Of the same body.
+            prompt: Makes the prompt's ids.
+            text: Makes a decoder for each choice; the tokenizer's own, with the body's stop strings, by default.
+            others: How many answers will be asked for besides the choices.
+
+        Raises:
+            ConflictError: Another request has the name now.
+            ContextLengthError: Nothing of the window is left.
+            InvalidInputError: A bound is exceeded.
+        """
+        with self.named(body.request_id, choices=(body.n or 1) + others) as known:
+            ids = await prompt()
+            window = self.completer.window()
+            asks = requests(body, wanted, ids, window=window, request_id=known.unique, model=self.model)
+            fresh = text or (lambda: self.tokenizer.stream(wanted.stops))
+            yield Begun(
+                name=known.name,
+                completer=known.completer,
+                readings=[Reading(index, ask, fresh()) for index, ask in enumerate(asks)],
+                created=int(self.clock.wall()),
+            )
+
+
+async def answered(request: Request, work: Coroutine[object, object, object]) -> Response:
+    """The reply that ``work`` makes, or none where the client goes away first, which ends the work."""
+    reply = await until_disconnect(request.receive, work)
+    return Response(status_code=CLIENT_GONE) if reply is None else json_reply(reply)
