@@ -228,7 +228,7 @@ class Core:
         rows, left = self._decodable(), self._shaping.budget
         while True:
             fills = self._fills(left)
-            yield from self._draw([], [], self._take_shared())
+            yield from self._draw([], None, self._take_shared())
             if not rows and not fills:
                 return
             yield from self._pass(rows, fills)
@@ -240,7 +240,7 @@ class Core:
         while left and (fills := self._fills(CHUNK)):
             yield from self._pass([], fills[:1], padded_to=CHUNK)
             left -= CHUNK
-        yield from self._draw([], [], self._take_shared())
+        yield from self._draw([], None, self._take_shared())
         if rows := self._decodable():
             yield from self._pass(rows, [], padded_to=self._shaping.slots)
 
@@ -328,15 +328,19 @@ class Core:
             self._filling.remove(row)
             self._prompt_logits[row.slot] = logits.clone()
 
-    def _draw(self, rows: Sequence[Row], logits: Sequence[Tensor] | Tensor, firsts: Sequence[Row]) -> Iterator[Event]:
+    def _draw(self, rows: Sequence[Row], logits: Tensor | None, firsts: Sequence[Row]) -> Iterator[Event]:
         """Draw the next token of ``rows`` from ``logits``, and the first of ``firsts``."""
         admitted = [row for row in firsts if row.request.policy.admits(self._version)]
         for row in firsts:
             yield self._began(row) if row in admitted else self._unmet(row)
         everyone = [*rows, *admitted]
         if everyone:
-            given = torch.stack([*logits, *(self._prompt_logits[row.slot] for row in admitted)])
-            for row, drawn in zip(everyone, sample(given, [row.ask() for row in everyone]), strict=True):
+            given = [] if logits is None or not rows else [logits]
+            given += [self._prompt_logits[row.slot][None] for row in admitted]
+            asks = [row.ask() for row in everyone]
+            for row, drawn in zip(
+                everyone, sample(given[0] if len(given) == 1 else torch.cat(given), asks), strict=True
+            ):
                 yield self._accept(row, drawn)
 
     def _unmet(self, row: Row) -> Failed:
