@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 # Python >= 3.12, which one of those clients wants; without it that client's tests are skipped.
 PYTHON_312 ?= python3.12
 
-.PHONY: demo test test-unit test-clients test-system test-engines check bench-codec bench-publish bench-swap format lock clean help
+.PHONY: demo test test-unit test-clients test-system test-engines check bench-codec bench-publish bench-swap bench-engine format lock clean help
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -22,11 +22,15 @@ $(READY): requirements.lock requirements-data.lock pyproject.toml
 demo: $(READY) ## train a real small model against a real fleet on this machine (ARGS="--steps 6" and others)
 	$(BIN)/slackwater demo $(ARGS)
 
+# Compiled tests and modules are kept: pytest rewrites each assertion of 6,000 tests, which takes ten seconds a process.
+unexport PYTHONDONTWRITEBYTECODE
+
 test: test-unit ## all tests that need only pip
 	$(BIN)/pytest tests/conformance tests/integration $(ARGS)
 
+# SLACKWATER_TEST_DEPTH=thorough tries eight times as many examples. Torch has one thread: there are two processes.
 test-unit: $(READY) ## unit, hostile, frozen and stateful tests: about a minute
-	$(BIN)/pytest -n 2 tests/unit tests/hostile tests/frozen tests/stateful $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 tests/unit tests/hostile tests/frozen tests/stateful $(ARGS)
 
 test-clients: $(READY) .clients/fireworks/.ready .clients/cwtrain/.ready ## other services' published clients against the hot-load fronts
 	$(BIN)/pytest tests/integration/test_fireworks_client.py tests/integration/test_coreweave_client.py $(ARGS)
@@ -68,6 +72,9 @@ bench-publish: $(READY) ## publishing to an S3 server over loopback, crashes and
 
 bench-swap: $(READY) ## the pause of a swap under load, beside other ways to write weights: last line is one JSON object
 	$(BIN)/python benchmarks/swap.py $(ARGS)
+
+bench-engine: $(READY) ## the embedded engine under load, beside other engines: last line is one JSON object
+	$(BIN)/python benchmarks/engine.py $(ARGS)
 
 format: $(READY) ## rewrite to the house format
 	$(BIN)/ruff format src tests scripts benchmarks

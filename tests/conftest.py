@@ -8,6 +8,7 @@ import boto3
 import pytest
 from hypothesis import HealthCheck, settings
 
+from depth import examples
 from store_servers import (
     AZURE_ENVIRONMENT,
     GCS_ENVIRONMENT,
@@ -21,7 +22,9 @@ from store_servers import (
 )
 
 # How long an example takes says more of the machine than of the code: no test fails by it.
-settings.register_profile("slackwater", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "slackwater", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=examples(100)
+)
 settings.load_profile("slackwater")
 
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reader_v2 import CLASSES, WIDTHS, Tensor, Tile
 
+from depth import examples
 from slackwater.checkpoint import contexts
 from slackwater.checkpoint import tensor as package
 from slackwater.checkpoint.codec import Level, Place, encode_body
@@ -140,7 +141,7 @@ def noise(label: str, count: int, width: int) -> Bits:
     return np.frombuffer(hashlib.shake_128(label.encode()).digest(count * width), dtype=f"<u{width}")
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     dtype=st.sampled_from(sorted(WIDTHS)),
     sizes=st.lists(st.integers(1, 900), min_size=1, max_size=3),

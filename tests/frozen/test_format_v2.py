@@ -7,6 +7,8 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +49,20 @@ def digests(reader: Reader) -> dict[str, str]:
     }
 
 
-def read(root: Path, version: int) -> Reader:
-    reader = Reader(root, RUN)
-    while reader.version < version:
-        assert reader.next()
+@cache
+def _reader(version: int) -> Reader:
+    reader = read(version - 1) if version else Reader(BUCKET, RUN)
+    assert reader.next()
+    return reader
+
+
+def read(version: int, root: Path = BUCKET) -> Reader:
+    """One that holds a version of ``root``; those before it are read from the bucket as it was frozen."""
+    if root == BUCKET:
+        return deepcopy(_reader(version))
+    reader = read(version - 1) if version else Reader(root, RUN)
+    reader._root = root
+    assert reader.next()
     return reader
 
 
@@ -85,11 +97,7 @@ def test_todays_writer_writes_the_same_bytes(tmp_path: Path) -> None:
 
 
 def test_the_frozen_versions_have_bodies_of_each_kind() -> None:
-    kinds: list[list[tuple[str, int]]] = []
-    reader = Reader(BUCKET, RUN)
-    while reader.next():
-        kinds.append(reader.bodies)
-    anchor, fast, wan, dense, full, empty, second, on_second = kinds
+    anchor, fast, wan, dense, full, empty, second, on_second = (_reader(version).bodies for version in VERSIONS)
     assert (anchor, second, empty) == ([], [], [])
     assert fast == [("s", 1), ("s", 1), ("f", 0), *[("s", 1)] * 16]
     assert wan == [("s", 6)]
@@ -101,7 +109,7 @@ def test_the_frozen_versions_have_bodies_of_each_kind() -> None:
 def test_the_frozen_tensors_have_every_dtype_and_the_bits_that_get_lost() -> None:
     assert {dtype for dtype, _ in make_v2.SHAPES.values()} == set(reader_v2.WIDTHS)
     assert {(), (0, 4)} <= {shape for _, shape in make_v2.SHAPES.values()}
-    first, second = read(BUCKET, 0).bits, read(BUCKET, 1).bits
+    first, second = read(0).bits, read(1).bits
     special = first[make_v2.EMBEDDING][: len(make_v2.SPECIAL)]
     assert tuple(special) == make_v2.SPECIAL
     assert [second[make_v2.EMBEDDING][place] for place in (0, 1, 4)] == [0x0000, 0x8000, 0x7FC0]
@@ -114,7 +122,7 @@ def test_the_frozen_tensors_have_every_dtype_and_the_bits_that_get_lost() -> Non
 
 def test_a_fold_leads_to_the_same_bits() -> None:
     begin, end = FOLD
-    reader = read(BUCKET, begin)
+    reader = read(begin)
     reader.fold(end)
     assert (reader.version, digests(reader)) == (end, EXPECTED[str(end)]["tensors"])
     for version in range(end + 1, len(EXPECTED)):
@@ -149,7 +157,7 @@ def test_format_1_is_refused_by_name() -> None:
 def test_applying_a_delta_twice_is_harmless(version: int) -> None:
     manifest = reader_v2.read_manifest((BUCKET / RUN / "manifests" / f"{version:08d}.json").read_bytes())
     objects = [(BUCKET / key).read_bytes() for key, *_ in manifest["objects"]]
-    reader = read(BUCKET, version)
+    reader = read(version)
     reader.apply(manifest, objects)
     assert digests(reader) == EXPECTED[str(version)]["tensors"]
 
@@ -158,7 +166,7 @@ def test_applying_a_delta_twice_is_harmless(version: int) -> None:
 def test_an_interrupted_delta_goes_on(version: int) -> None:
     manifest = reader_v2.read_manifest((BUCKET / RUN / "manifests" / f"{version:08d}.json").read_bytes())
     objects = [(BUCKET / key).read_bytes() for key, *_ in manifest["objects"]]
-    reader, after = read(BUCKET, version - 1), read(BUCKET, version)
+    reader, after = read(version - 1), read(version)
     for name in sorted(reader.bits)[::2]:
         reader.bits[name] = after.bits[name]
     reader.apply(manifest, objects)
@@ -168,8 +176,8 @@ def test_an_interrupted_delta_goes_on(version: int) -> None:
 def test_a_body_of_several_contexts_is_never_applied_by_half() -> None:
     manifest = reader_v2.read_manifest((BUCKET / RUN / "manifests" / "00000002.json").read_bytes())
     objects = [(BUCKET / key).read_bytes() for key, *_ in manifest["objects"]]
-    reader = read(BUCKET, 1)
-    reader.bits[make_v2.EMBEDDING] = read(BUCKET, 2).bits[make_v2.EMBEDDING]
+    reader = read(1)
+    reader.bits[make_v2.EMBEDDING] = read(2).bits[make_v2.EMBEDDING]
     with pytest.raises(ValueError, match="by half"):
         reader.apply(manifest, objects)
 
@@ -181,7 +189,7 @@ def test_the_pages_reader_notices_a_changed_byte_anywhere(copy: Path) -> None:
             body = path.read_bytes()
             path.write_bytes(body[:-1] + bytes([body[-1] ^ 1]))
             with pytest.raises(ValueError, match="SHA-256"):
-                read(copy, version)
+                read(version, copy)
             path.write_bytes(body)
 
 
@@ -213,7 +221,7 @@ def test_the_pages_reader_notices_a_changed_manifest(copy: Path) -> None:
         break_it()
         path.write_text(json.dumps(manifest))
         with pytest.raises(ValueError, match=says):
-            read(copy, 1)
+            read(1, copy)
 
 
 PAIR_BYTES: dict[Level, tuple[int, int]] = {"fast": (593, 5784), "wan": (458, 4296)}

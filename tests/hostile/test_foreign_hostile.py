@@ -131,9 +131,12 @@ def zstd_bomb(*, sized: bool) -> bytes:
 
 
 def zlib_bomb() -> bytes:
-    stream = zlib.compressobj()
-    chunk = bytes(8 * 1024**2)
-    return b"".join([*(stream.compress(chunk) for _ in range(BOMB_BYTES // len(chunk))), stream.flush()])
+    """Its parts are flushed, so that each after the first is the same bytes."""
+    stream, chunk, check = zlib.compressobj(), bytes(8 * 1024**2), 1
+    first, each = (stream.compress(chunk) + stream.flush(zlib.Z_FULL_FLUSH) for _ in range(2))
+    for _ in range(count := BOMB_BYTES // len(chunk)):
+        check = zlib.adler32(chunk, check)
+    return first + (count - 1) * each + b"\x03\x00" + check.to_bytes(4, "big")
 
 
 def bombs() -> Iterator[tuple[str, str, Files]]:

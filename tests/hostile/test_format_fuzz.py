@@ -11,6 +11,7 @@ from bodies.generate import Context, sparse
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from depth import examples
 from slackwater.checkpoint.codec import EncodedBody, Level, Place, apply_body, decode_body, encode_body
 from slackwater.checkpoint.manifest import BodyEntry, Encoding, TileEntry
 from slackwater.checkpoint.tensor import WIDTHS, Bits, TensorSpec, tile_at
@@ -92,7 +93,7 @@ EDITS = st.lists(
 )
 
 
-@settings(max_examples=250)
+@settings(max_examples=examples(250))
 @given(
     st.integers(0, 2**32 - 1),
     st.sampled_from(["U8", "BF16", "F64"]),
@@ -112,7 +113,7 @@ def test_spoilt_bodies_are_refused_or_right(
     apply_in_canaries(held_places, entry_of(made, made.encoding, body), body, olds, news)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.sampled_from(ENCODINGS), st.sampled_from(["BF16", "F32"]), st.binary(max_size=300), st.integers(1, 2))
 def test_bodies_of_noise_are_refused(encoding: Encoding, dtype: str, body: bytes, tiles: int) -> None:
     olds, news = drawn(1, dtype, 0.3, tiles=tiles)
@@ -140,7 +141,7 @@ def contexts(draw: st.DrawFn) -> list[Context]:
     return found
 
 
-@settings(max_examples=120)
+@settings(max_examples=examples(120))
 @given(contexts(), st.sampled_from(["U8", "BF16", "F64"]), EDITS | st.just([]))
 def test_well_made_bodies_of_any_numbers_are_refused(said: list[Context], dtype: str, edits: Edits) -> None:
     olds, news = drawn(2, dtype, 0.3, tiles=2)

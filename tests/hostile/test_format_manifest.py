@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from depth import examples
 from slackwater.checkpoint import manifest as module
 from slackwater.checkpoint.manifest import MAX_MANIFEST_BYTES
 from slackwater.checkpoint.rules import decode_manifest
@@ -422,7 +423,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.sampled_from([DELTA, ANCHOR]), st.data())
 def test_any_value_anywhere_is_a_manifest_or_a_typed_refusal(base: Json, data: st.DataObject) -> None:
     path: list[Any] = []

@@ -23,6 +23,7 @@ from rich.console import Console
 from safetensors.torch import save_file
 from states_rig import FILE, RUN, WIDE, altered, bits, first_state, publish_states, stepped, write_state, write_states
 
+from depth import examples
 from slackwater.bucket.local import LocalBucket
 from slackwater.checkpoint.codec import Level
 from slackwater.checkpoint.digest import tile_digest
@@ -267,7 +268,7 @@ def test_a_delta_folder_that_is_there_is_not_written(states: list[Path], tmp_pat
 _DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.bool, torch.float64, torch.float8_e5m2]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_what_a_diff_keeps_an_application_makes_again(
     tmp_path_factory: pytest.TempPathFactory, work: Attended, data: st.DataObject

@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from depth import examples
 from slackwater.checkpoint import bundles, tensor
 from slackwater.checkpoint.codec import Level, Place, apply_body
 from slackwater.checkpoint.digest import tile_digest
@@ -299,4 +300,4 @@ class ChainMachine(RuleBasedStateMachine):
 
 
 TestChain = ChainMachine.TestCase
-TestChain.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+TestChain.settings = settings(max_examples=examples(25), stateful_step_count=25, deadline=None)

@@ -8,6 +8,7 @@ from hotload_rig import Fleet, group
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from depth import examples
 from slackwater.config.in_flight import InFlight
 from slackwater.errors import SlackwaterError, UnavailableError
 from slackwater.hotload.conductor import Conductor
@@ -153,7 +154,7 @@ def check_modes(fleet: Fleet, groups: tuple[Group, ...]) -> None:
                 assert target.now.swap_mode == (each.in_flight or "continue")
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(story=st.lists(LOADS | MODES | HAPPENINGS, max_size=14))
 def test_any_story_keeps_the_promises(story: list[Chapter]) -> None:
     asyncio.run(tell(story))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 import pytest
 from replica_rig import SPECS, weights_at
 
+from depth import examples
 from slackwater.checkpoint.tensor import TileWrite, tiles
 from slackwater.config.in_flight import InFlight
 from slackwater.errors import SlackwaterError, SwapError
@@ -27,7 +28,7 @@ from slackwater.testing.stamp import StampBugs, StampEngine, weights_mark
 if TYPE_CHECKING:
     from slackwater.engine.base import Staged
 
-HISTORIES: Final = int(os.environ.get("SLACKWATER_HISTORIES", "150"))
+HISTORIES: Final = int(os.environ.get("SLACKWATER_HISTORIES", examples(150)))
 FIRST_SEED: Final = int(os.environ.get("SLACKWATER_HISTORY_SEED", "0"))
 ACTS: Final = 40
 PROMPTS: Final = ((1, 2, 3), (1, 2, 3, 4, 5), (1, 2, 9), (7,))

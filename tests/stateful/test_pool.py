@@ -4,6 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
+from depth import examples
 from slackwater.ids import ReplicaId, Version
 from slackwater.router.policy import Health, Refusal, RoutingContext
 from slackwater.router.pool import FAILURES_TO_EJECT, GOODS_TO_RETURN, Pool, ProbeReport, Reservation
@@ -97,4 +98,4 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPool.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)

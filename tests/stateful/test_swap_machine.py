@@ -5,6 +5,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from depth import examples
 from slackwater.errors import InternalError
 from slackwater.ids import Version
 from slackwater.replica.swap import MOVES, Event, Stage, Swap, keeps
@@ -191,7 +192,7 @@ class SwapMachine(RuleBasedStateMachine):
 
 
 SwapMachine.TestCase.settings = settings(
-    max_examples=60,
+    max_examples=examples(60),
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

@@ -6,9 +6,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import cast
 
+import botocore.loaders
+import botocore.session
 import pytest
 
 from slackwater.bucket.base import Abort, Unfinished
@@ -42,6 +45,14 @@ LEFT = Unfinished(key="demo/blobs/b", upload="id-1")
 @pytest.fixture
 def local(tmp_path: Path) -> LocalBucket:
     return LocalBucket(tmp_path / "bucket", create=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _services_are_read_once() -> Iterator[None]:
+    """Botocore reads its descriptions of services anew for every client: half a second of JSON."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(botocore.session, "create_loader", cache(botocore.loaders.create_loader))
+        yield
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from codec_rig import DENSITIES, SIZES, moved, off_line, on_line, random_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from depth import examples
 from slackwater.checkpoint.changes import find_changes, gather, read_only, scatter, steps_between, steps_onto
 from slackwater.checkpoint.tensor import Bits
 
@@ -25,7 +26,7 @@ def onto(old: Bits, steps: list[int]) -> Bits:
     return result.astype(old.dtype)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(DTYPES, st.sampled_from((0, *SIZES)), st.sampled_from(DENSITIES), SEEDS, st.none() | st.integers(0, 9000))
 def test_the_changes_are_those_that_numpy_finds(
     dtype: str, size: int, density: float, seed: int, limit: int | None

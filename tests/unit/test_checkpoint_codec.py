@@ -11,6 +11,7 @@ from codec_rig import LEVELS, Sent, Step, moved, place, sent, step, steps, weigh
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from depth import examples
 from slackwater.checkpoint.codec import DENSE_SHARE, Level, Place, apply_body, decode_body, encode_body
 from slackwater.checkpoint.dense import encode_dense
 from slackwater.checkpoint.digest import tile_digest
@@ -39,7 +40,7 @@ def assert_canaries_live(wholes: list[Bits]) -> None:
     assert all((whole[:64] == 0x5A).all() and (whole[-64:] == 0x5A).all() for whole in wholes)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(steps(), st.sampled_from(LEVELS))
 def test_every_step_arrives_bit_for_bit(made: Step, level: Level) -> None:
     before = [old.tobytes() for old in made.olds]
@@ -58,7 +59,7 @@ def test_every_step_arrives_bit_for_bit(made: Step, level: Level) -> None:
     assert [old.tobytes() for old in made.olds] == before
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(steps(), st.sampled_from(LEVELS))
 def test_applying_twice_is_skipped(made: Step, level: Level) -> None:
     encoded = made.encode(level)
@@ -72,7 +73,7 @@ def test_applying_twice_is_skipped(made: Step, level: Level) -> None:
     assert [bits.tobytes() for bits in held] == after
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(steps(), st.sampled_from(LEVELS), st.data())
 def test_a_body_applied_to_some_of_its_tiles_goes_on_or_is_refused_by_name(
     made: Step, level: Level, data: st.DataObject
@@ -96,7 +97,7 @@ def test_a_body_applied_to_some_of_its_tiles_goes_on_or_is_refused_by_name(
         assert [bits.tobytes() for bits in held] == [new.tobytes() for new in encoded.news]
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(steps(), st.sampled_from(LEVELS))
 def test_a_body_is_never_larger_than_the_elements(made: Step, level: Level) -> None:
     encoded = made.encode(level)
@@ -109,7 +110,7 @@ def test_a_body_is_never_larger_than_the_elements(made: Step, level: Level) -> N
         assert len(encoded.body) <= len(dense)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(steps(), st.sampled_from(LEVELS))
 def test_the_sums_move_by_what_the_body_says(made: Step, level: Level) -> None:
     encoded = made.encode(level)

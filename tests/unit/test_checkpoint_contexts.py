@@ -8,6 +8,7 @@ from codec_rig import moved, random_bits, sent, step, weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from depth import examples
 from slackwater.checkpoint.changes import Positions
 from slackwater.checkpoint.contexts import (
     _WORTH_A_ROW,
@@ -65,7 +66,7 @@ def ranked(
     return np.concatenate(contexts), np.concatenate(ranks)
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(st.sampled_from([*FLOATS, "I8", "U64"]), LASTS, st.lists(st.integers(1, 120), min_size=1, max_size=3), SEEDS)
 def test_ranks_count_the_elements_of_a_context_through_all_tiles_and_lead_back(
     dtype: str, lasts: tuple[int, ...], sizes: list[int], seed: int

@@ -9,6 +9,7 @@ from codec_rig import SIZES, moved, on_line, random_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from depth import examples
 from slackwater.checkpoint.dense import LARGER_SHARE, decode_dense, encode_dense
 from slackwater.checkpoint.tensor import Bits
 from slackwater.errors import CorruptError
@@ -33,7 +34,7 @@ def slow_body(olds: list[Bits], news: list[Bits]) -> bytes:
     return struct.pack("<I", len(larger) // olds[0].itemsize) + packed + larger
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(
     DTYPES,
     st.lists(st.sampled_from(SIZES), min_size=1, max_size=3),
@@ -73,7 +74,7 @@ def test_every_narrow_pattern_takes_every_code(width: int) -> None:
             assert set(steps.tolist()) == {(0, 1, old.size - 1)[code]}
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=3), st.integers(0, 6), st.binary(max_size=40), st.booleans())
 def test_any_body_is_read_as_slowly_or_refused(
     sizes: list[int], count: int, noise: bytes, is_long_enough: bool

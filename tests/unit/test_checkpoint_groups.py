@@ -1,7 +1,5 @@
 """Groups: what engines read together is never split, and nothing else is tied together."""
 
-import time
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -77,17 +75,3 @@ def test_in_every_release_the_group_of_a_scale_holds_its_weight(name: str) -> No
         rows, cols = tiny.export[weight].shape
         first, *others = quantizer.parts(weight, (rows, cols))
         assert set(others) <= set(group_of[first].names), weight
-
-
-def test_a_giants_names_are_grouped_in_a_breath() -> None:
-    names = [
-        f"language_model.model.layers.{layer}.block_sparse_moe.experts.{expert}.w{matrix}.weight_{part}"
-        for layer in range(92)
-        for expert in range(896)
-        for matrix in (1, 2, 3)
-        for part in ("packed", "scale")
-    ]
-    begin = time.process_time()
-    found = groups(names)
-    assert time.process_time() - begin < 5
-    assert (len(names), len(found)) == (494_592, 92 * 896)

@@ -6,6 +6,7 @@ from bit_rig import Part, packed, slow_golomb, slow_golomb_numbers, slow_rice, s
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from depth import examples
 from slackwater.checkpoint.rice import (
     MAX_WIDTH,
     Numbers,
@@ -64,7 +65,7 @@ def test_a_number_at_its_limit_is_refused(parts: list[Part], data: st.DataObject
     assert not rice_numbers(room, memoryview(quotients), memoryview(lows), limits)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5)), max_size=3),
     st.binary(max_size=24),
@@ -93,7 +94,7 @@ def test_golomb_streams_are_those_of_the_slow_writer_and_lead_back(parts: list[P
     assert_canaries_live(wholes)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.lists(st.tuples(st.integers(0, 6), WIDTHS), max_size=3), st.binary(max_size=40))
 def test_any_golomb_stream_is_read_as_slowly_or_refused(shape: list[tuple[int, int]], stream: bytes) -> None:
     wanted = slow_golomb_numbers(shape, stream)

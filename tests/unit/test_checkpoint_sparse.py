@@ -10,6 +10,7 @@ from codec_rig import moved, on_line, random_bits, weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from depth import examples
 from slackwater.checkpoint.changes import find_changes
 from slackwater.checkpoint.contexts import field
 from slackwater.checkpoint.sparse import decode_sparse, encode_sparse
@@ -70,7 +71,7 @@ def slow_body(dtype: str, olds: list[Bits], news: list[Bits], rows: list[Row]) -
     return b"".join((head, table, gap_quotients, gap_lows, signs, run_quotients, run_lows, size_codes))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.sampled_from(["U8", "F8_E5M2", "BF16", "F32", "I64", "F64"]),
     st.sampled_from(["neighbours", "mostly neighbours", "bits", "sign flips", "almost largest"]),

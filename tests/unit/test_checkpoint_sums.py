@@ -9,6 +9,7 @@ from codec_rig import moved, random_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from depth import examples
 from slackwater.checkpoint.changes import Changes, find_changes
 from slackwater.checkpoint.digest import object_digest, tile_digest
 from slackwater.checkpoint.element_sum import element_sum, seed_of, sum_change
@@ -30,7 +31,7 @@ def flat(bits: Bits, start: int = 0) -> Tile:
     return Tile(index=0, start=start, cols=bits.size)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.sampled_from([*WIDTHS]), st.integers(0, 2**40), SEEDS)
 def test_the_sum_is_that_of_the_page(dtype: str, start: int, seed: int) -> None:
     bits = random_bits(np.random.default_rng(seed), dtype, 70)
@@ -49,7 +50,7 @@ def test_nothing_adds_nothing() -> None:
     assert element_sum(3, Tile(index=0, start=0, cols=1), nothing) == 0
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.sampled_from(["I8", "BF16", "F32", "I64"]), st.sampled_from(["neighbours", "bits", "sign flips"]), SEEDS)
 def test_the_changed_elements_alone_tell_how_the_sum_moves(dtype: str, move: str, seed: int) -> None:
     rng = np.random.default_rng(seed)

@@ -11,6 +11,7 @@ from codec_rig import random_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from depth import examples
 from slackwater.checkpoint import tensor as module
 from slackwater.checkpoint.changes import find_changes
 from slackwater.checkpoint.element_sum import element_sum, seed_of, sum_change
@@ -143,7 +144,7 @@ SHAPES = st.lists(st.sampled_from([1, 2, 3, 5, 16, 32, 48, 64, 80, 33]), min_siz
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(st.sampled_from([UP, DOWN, EXPERT]), SHAPES, st.sampled_from(["U8", "BF16", "F64"]), SEEDS)
 def test_tiles_hold_every_element_once_and_their_sums_add_up(
     name: str, shape: list[int], dtype: str, seed: int
@@ -173,7 +174,7 @@ def test_tiles_hold_every_element_once_and_their_sums_add_up(
     assert (total + moved) % 2**64 == element_sum(seed_of_name, whole, new)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.sampled_from([UP, DOWN]), st.sampled_from([16, 32, 48]), st.sampled_from([16, 48, 64]), SEEDS)
 def test_a_rank_that_takes_its_tiles_alone_has_its_slice(name: str, rows: int, cols: int, seed: int) -> None:
     tensor = spec(name, rows, cols)

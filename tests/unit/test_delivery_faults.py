@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 import pytest
+from bucket_rig import copied
 from publish_rig import RUN, Tensors, all_bits, keys, model_folder, trained, weights
 
 from slackwater.checkpoint.chain import plan_path
@@ -57,16 +58,22 @@ def states(count: int = HEAD + 1) -> list[Tensors]:
     return found
 
 
-@pytest.fixture
-def memory(tmp_path: Path) -> MemoryBucket:
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> MemoryBucket:
     """Anchors 0 and 4, deltas between and after."""
     bucket = MemoryBucket()
     publisher = Publisher(bucket, RUN, anchor_every=4, threads=1, clock=ManualClock())
-    model = model_folder(tmp_path / "model")
+    model = model_folder(tmp_path_factory.mktemp("run") / "model")
     for step, tensors in enumerate(states()):
         publisher.publish(StateDictSource(tensors), step=step, folder_files=model)
     publisher.close()  # writes the last hint
     return bucket
+
+
+@pytest.fixture
+def memory(published: MemoryBucket) -> MemoryBucket:
+    """A copy, to be written."""
+    return copied(published)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from depth import examples
 from slackwater.engine.torch.sampler import Ask, Drawn, sample, uniform
 from slackwater.rollout.request import SamplingSpec
 
@@ -136,7 +137,7 @@ ASKS = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     asks=st.lists(ASKS, min_size=1, max_size=9),
     vocabulary=st.sampled_from([7, 512, 1003]),
@@ -169,7 +170,7 @@ def test_rows_of_a_large_vocabulary_ignore_each_other_too() -> None:
     assert together == [sample(logits[row : row + 1], [asked])[0] for row, asked in enumerate(asks)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(asked=ASKS, seed=st.integers(0, 99))
 def test_what_is_drawn_is_scored_alike_when_forced(asked: Ask, seed: int) -> None:
     logits = torch.randn(64, generator=torch.Generator().manual_seed(seed)) * 3

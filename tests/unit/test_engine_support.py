@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from depth import examples
 from slackwater.engine.torch.adjust import Tally
 from slackwater.engine.torch.sampler import Ask, Drawn, sample
 from slackwater.engine.torch.sequence import Sequence as Row
@@ -125,7 +126,7 @@ SPECS = st.builds(
 IDS = st.lists(st.integers(0, 1), max_size=4)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(
     logits=ROWS,
     asked=SPECS,
@@ -148,7 +149,7 @@ def test_what_is_drawn_is_of_the_distribution_that_the_definition_gives(
         assert made.top_logprobs == pytest.approx(list(wanted.values())[:20], abs=1e-5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(vocabulary=st.sampled_from([5, 255, 256, 257, 700]), seed=st.integers(0, 99), share=st.floats(0, 1 - 2**-52))
 def test_a_number_draws_the_token_in_whose_share_it_falls(vocabulary: int, seed: int, share: float) -> None:
     relative = torch.randn(1, vocabulary, generator=torch.Generator().manual_seed(seed)) * 3

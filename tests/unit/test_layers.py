@@ -1,6 +1,7 @@
 """Who may import whom: the table of ARCHITECTURE.md, held against the code."""
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,8 @@ PURE = [
 IMPURE_IMPORTS = {"asyncio", "threading", "socket", "time", "torch", "aiohttp", "obstore", "starlette", "subprocess"}
 
 
-def imported(path: Path) -> set[str]:
+@cache
+def imported(path: Path) -> frozenset[str]:
     """Every module that a file imports, wherever in it."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
@@ -48,7 +50,7 @@ def imported(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             names.add(node.module or "")
-    return names
+    return frozenset(names)
 
 
 def modules() -> list[Path]:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from publish_rig import RUN, Tensors, all_bits, model_folder, restored, stepped, weights
 from safetensors.torch import save_file
 
+from depth import examples
 from slackwater.bucket.local import LocalBucket
 from slackwater.checkpoint.codec import Level, Place, apply_body
 from slackwater.checkpoint.keys import manifest_key
@@ -152,7 +153,7 @@ def test_f06_a_kill_while_an_anchor_is_copied_is_made_good(
 
 
 @given(st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_whatever_lies_in_the_folder_the_baseline_is_the_chains(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:

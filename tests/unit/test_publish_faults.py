@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from publish_rig import RUN, Tensors, all_bits, keys, model_folder, restored, trained, weights
 
+from depth import examples
 from slackwater.bucket.base import ObjectInfo
 from slackwater.checkpoint.keys import head_key, manifest_key
 from slackwater.checkpoint.manifest import encode_manifest
@@ -138,7 +139,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> MemoryBucket:
 
 
 @given(st.integers(0, LAST), st.floats(0, 1, exclude_max=True), st.integers(0, 7))
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 def test_f10_any_bit_of_any_manifest_is_refused_or_changes_no_weight(
     whole: MemoryBucket, version: int, place: float, bit: int
 ) -> None:

@@ -4,6 +4,7 @@ from typing import Literal
 
 import msgspec
 import pytest
+from bucket_rig import copied
 from hypothesis import given
 from hypothesis import strategies as st
 from states_rig import RUN, WIDE, bits, publish_states, tell_nobody, write_states
@@ -44,10 +45,7 @@ def published(states: list[Path]) -> MemoryBucket:
 @pytest.fixture
 def bucket(published: MemoryBucket) -> MemoryBucket:
     """A copy, to be written."""
-    copy = MemoryBucket()
-    for item in published.list(""):
-        copy.put(item.key, published.get(item.key, max_bytes=item.size))
-    return copy
+    return copied(published)
 
 
 def folded(bucket: Bucket, start: int, end: int, scratch: Path, level: Level = "fast") -> Folded:

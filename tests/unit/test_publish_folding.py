@@ -1,44 +1,30 @@
-"""Folds in the background: which ones are due, who makes them, and what is left of one that is killed."""
+"""Folds in the background: which ones are due and who makes them."""
 
 import logging
-import os
-import signal
-import subprocess
-import sys
-from collections.abc import Callable
 from itertools import pairwise
 from math import log2
 from pathlib import Path
-from typing import Final
 
 import pytest
+from bucket_rig import copied
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from folding_rig import EVERY, LAST, folding, publish
 from hypothesis import given
 from hypothesis import strategies as st
-from publish_rig import RUN, keys, model_folder, stepped, weights
+from publish_rig import RUN, keys, model_folder
 from publish_rig import restored as bits_at
 
-from slackwater.bucket.base import Bucket
-from slackwater.bucket.local import LocalBucket
 from slackwater.checkpoint.digest import object_digest
 from slackwater.checkpoint.keys import fold_key, signature_key
 from slackwater.checkpoint.signature import Signer, TrustedKeys
-from slackwater.errors import InvalidInputError, NotFoundError, UnavailableError
+from slackwater.errors import InvalidInputError, UnavailableError
 from slackwater.ids import Version
 from slackwater.publish.fold import Folded
 from slackwater.publish.folding import Folding, Span, due_folds
 from slackwater.publish.lineage import read_manifest
 from slackwater.publish.path import read_fold, read_path
-from slackwater.publish.publisher import Publisher
-from slackwater.publish.restore import restore
 from slackwater.publish.signed import SignedBucket
 from slackwater.testing.bucket import Fault, FaultyBucket, Gate, MemoryBucket
-from slackwater.testing.clock import ManualClock
-from slackwater.weights.state_dict import StateDictSource
-
-EVERY: Final = 4
-LAST: Final = 47
-RATE: Final = 2e-5
 
 
 @pytest.fixture(scope="module")
@@ -52,26 +38,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> MemoryBucket:
 @pytest.fixture
 def bucket(published: MemoryBucket) -> MemoryBucket:
     """A copy, to be written."""
-    copy = MemoryBucket()
-    for item in published.list(""):
-        copy.put(item.key, published.get(item.key, max_bytes=item.size))
-    return copy
-
-
-def publish(bucket: Bucket, count: int, folder: Path, each: Callable[[Version], object] | None = None) -> None:
-    tensors = weights()
-    with Publisher(bucket, RUN, anchor_every=100, threads=1, clock=ManualClock()) as publisher:
-        for step in range(count):
-            found = publisher.publish(StateDictSource(tensors), step=step, folder_files=folder)
-            tensors = stepped(tensors, step, RATE)
-            if each is not None:
-                each(found.version)
-
-
-def folding(
-    bucket: Bucket, scratch: Path, every: int = EVERY, made: Callable[[Folded], object] | None = None
-) -> Folding:
-    return Folding(bucket, RUN, every=every, scratch=scratch, made=made)
+    return copied(published)
 
 
 def folds(bucket: MemoryBucket) -> list[str]:
@@ -287,52 +254,3 @@ def test_folds_are_signed_before_they_are_there(bucket: MemoryBucket, tmp_path: 
     assert keys(bucket, "/signatures/") == [signature_key(RUN, object_digest(body))]
     trusting = SignedBucket(bucket, TrustedKeys([signer.public_key]))
     assert read_fold(trusting, RUN, Version(0), Version(8)).version == 8
-
-
-# Killed
-
-_CHILD: Final = """
-import os, signal, sys
-from pathlib import Path
-from slackwater.bucket.local import LocalBucket
-from slackwater.ids import RunId, Version
-from slackwater.publish.folding import Folding
-
-bucket, scratch, where = sys.argv[1:]
-
-class Deadly(LocalBucket):
-    def put_if_absent(self, key, body):
-        if where == "commit":
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().put_if_absent(key, body)
-
-def progress(stage, done, total):
-    if stage == where:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-maker = Folding(Deadly(Path(bucket)), RunId("demo"), every=4, scratch=Path(scratch), progress=progress)
-maker.committed(Version(8), Version(0))
-maker.wait()
-"""
-
-
-@pytest.mark.parametrize("where", ["apply", "encode", "commit"])
-def test_a_fold_whose_process_is_killed_in_the_middle_leaves_nothing_visible(tmp_path: Path, where: str) -> None:
-    bucket, scratch = LocalBucket(tmp_path / "bucket", create=True), tmp_path / "scratch"
-    scratch.mkdir()
-    publish(bucket, 10, model_folder(tmp_path / "model"))
-    states = [bits_at(bucket, number) for number in range(10)]
-    child = subprocess.run(
-        [sys.executable, "-c", _CHILD, str(tmp_path / "bucket"), str(scratch), where],
-        check=False, capture_output=True, timeout=100, env=os.environ,
-    )  # fmt: skip
-    assert child.returncode == -signal.SIGKILL, child.stderr
-    with pytest.raises(NotFoundError):
-        read_fold(bucket, RUN, Version(0), Version(8))
-    assert [bits_at(bucket, number) for number in range(10)] == states
-    with folding(bucket, tmp_path) as maker:
-        maker.committed(Version(8), Version(0))
-        maker.wait()
-    assert read_fold(bucket, RUN, Version(0), Version(8)).state == read_manifest(bucket, RUN, Version(8)).state
-    assert restore(bucket, RUN, Version(9)).version == 9
-    assert bits_at(bucket, 9) == states[9]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from publish_rig import RUN, all_bits, model_folder
 from states_rig import tell_nobody
 
+from depth import examples
 from slackwater.checkpoint.chain import plan_path
 from slackwater.checkpoint.digest import object_digest
 from slackwater.checkpoint.keys import blob_key, fold_key, head_key, manifest_key
@@ -281,7 +282,7 @@ def test_what_is_no_age_or_too_short_a_one_is_refused(text: str) -> None:
 # Random histories
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     kinds=st.text("addd", min_size=0, max_size=7).map(lambda text: "a" + text),
     values=st.lists(st.integers(0, 2), min_size=8, max_size=8),

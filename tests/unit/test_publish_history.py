@@ -2,6 +2,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from bucket_rig import copied
 from states_rig import RUN, publish_states, write_states
 
 from slackwater.bucket.base import ObjectInfo
@@ -19,12 +20,18 @@ def states(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return write_states(tmp_path_factory.mktemp("states"), 5)
 
 
-@pytest.fixture
-def bucket(states: list[Path]) -> MemoryBucket:
+@pytest.fixture(scope="module")
+def published(states: list[Path]) -> MemoryBucket:
     """Five versions, anchors at 0 and 3."""
     bucket = MemoryBucket()
     publish_states(bucket, states, anchor_every=3)
     return bucket
+
+
+@pytest.fixture
+def bucket(published: MemoryBucket) -> MemoryBucket:
+    """A copy, to be written."""
+    return copied(published)
 
 
 class Stale(MemoryBucket):

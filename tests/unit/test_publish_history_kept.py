@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from publish_rig import RUN, all_bits, keys, model_folder, restored, weights
 
+from depth import examples
 from slackwater.bucket.base import ObjectInfo
 from slackwater.checkpoint.keys import manifest_key
 from slackwater.checkpoint.manifest import encode_manifest
@@ -347,7 +348,7 @@ EVENTS: Final = st.one_of(
 
 
 @given(st.lists(EVENTS, min_size=5, max_size=40))
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 def test_whatever_happens_no_number_ever_names_two_versions(
     tmp_path_factory: pytest.TempPathFactory, events: list[tuple[str] | tuple[str, object]]
 ) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
+import publish_rig
 import pytest
 import torch
 import torch.distributed as dist
@@ -441,7 +442,9 @@ def test_two_processes_publish_together_through_torch(model: Path, tmp_path: Pat
     command = [sys.executable, "-c", ONE_OF_TWO]
     with ExitStack() as stack:
         ranks = [
-            stack.enter_context(subprocess.Popen([*command, str(rank), str(model.parent)], cwd=Path(__file__).parent))
+            stack.enter_context(
+                subprocess.Popen([*command, str(rank), str(model.parent)], cwd=Path(publish_rig.__file__).parent)
+            )
             for rank in range(2)
         ]
         assert [rank.wait(120) for rank in ranks] == [0, 0]

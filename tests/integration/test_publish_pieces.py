@@ -28,6 +28,7 @@ from pieces_rig import (
 )
 from publish_rig import RUN, Tensors, all_bits, model_folder, restored, stepped
 
+from depth import examples
 from slackwater.checkpoint.bundles import Batch
 from slackwater.checkpoint.groups import group_key
 from slackwater.checkpoint.outline import Outline
@@ -303,7 +304,7 @@ def test_mapped_baselines_hold_pieces_over_a_restart(model: Path, tmp_path: Path
 
 
 @given(st.data())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 def test_ranks_may_have_any_lines_that_are_whole_tiles(data: st.DataObject) -> None:
     state, world = big_model(), data.draw(st.integers(1, 4))
     specs = specs_of(state)
