@@ -72,6 +72,23 @@ SWAP_AT_LEAST: Final[Mapping[str, float]] = MappingProxyType(
 )
 """Targets of what has to be large, of swapping."""
 
+ENGINE_AT_MOST: Final[Mapping[str, float]] = MappingProxyType(
+    {
+        "logprob_cost": 0.1,
+        "wrong_answers": 0,
+        "logprob_fp32_most": 1e-4,
+        "logprob_bf16_mean": 0.005,
+        "logprob_bf16_p99": 0.05,
+        "invariant_parted": 0,
+    }
+)
+"""Targets of what has to be small, of the embedded engine."""
+
+ENGINE_AT_LEAST: Final[Mapping[str, float]] = MappingProxyType(
+    {"vs_vllm_cpu": 1.0, "vs_transformers_generate": 1.5, "vs_transformers_cb": 1.5}
+)
+"""Targets of what has to be large, of the embedded engine."""
+
 _DIGITS: Final = 5
 
 
