@@ -97,6 +97,10 @@ QUICK: Final = Scale(
 """Enough to see that everything works."""
 
 
+HELD: Final = Scale(streams=(16,), repeats=1)
+"""The load that targets are of, once."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
     """Everything that was measured."""
@@ -229,13 +233,15 @@ def main() -> None:
     """Measure, print tables, and print the claims as the last line."""
     parser = argparse.ArgumentParser(description="measure the embedded engine under load, beside other engines")
     parser.add_argument("--quick", action="store_true", help="a little of everything: to see that results are right")
-    quick = parser.parse_args().quick
+    parser.add_argument("--held", action="store_true", help="only the load that targets are of, once")
+    asked = parser.parse_args()
+    quick, scale = asked.quick, QUICK if asked.quick else HELD if asked.held else Scale()
     show, before = printer(), measure.load()
     show(measure.machine())
     with tempfile.TemporaryDirectory() as scratch:
         model = ensure_model(Path(scratch) / "model")
         python = None if quick else vllm_reload.interpreter(os.environ)
-        found = claims(run(model, Path(scratch), QUICK if quick else Scale(), python, show))
+        found = claims(run(model, Path(scratch), scale, python, show))
     if quick:  # speeds of a few tokens are no speeds
         found = [item if item.name in _EXACT else replace(item, target=None) for item in found]
     show(f"load average over a minute: {before:.2f} before, {measure.load():.2f} after")

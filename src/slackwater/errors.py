@@ -138,9 +138,26 @@ class ReplicaLostError(UnavailableError):
 
 
 class OverloadedError(UnavailableError):
-    """No capacity now: the request was shed before any work was done."""
+    """No capacity now: the request was shed before any work was done.
+
+    Args:
+        message: One sentence: what happened and where.
+        hint: What the reader can do about it; empty where the message says it already.
+        retry_after_s: Seconds after which asking again may help, at least 1.
+    """
 
     kind = "overloaded"
+
+    def __init__(self, message: str, *, hint: str = "", retry_after_s: int = 1) -> None:
+        super().__init__(message, hint=hint)
+        self.retry_after_s = retry_after_s
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild_overloaded, (self.message, self.hint, self.retry_after_s)
+
+
+def _rebuild_overloaded(message: str, hint: str, retry_after_s: int) -> OverloadedError:
+    return OverloadedError(message, hint=hint, retry_after_s=retry_after_s)
 
 
 class SwapError(SlackwaterError):

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from slackwater.api import capabilities, openapi, score, sglang, tokenizing, vllm
+from slackwater.api.admission import Admission, Capacity
 from slackwater.api.asking import Wanted, chat_wanted, check_model, check_request_id, text_wanted
 from slackwater.api.auth import KeyGate, Keys
 from slackwater.api.choices import Exchange, stream, whole
@@ -56,6 +57,7 @@ def create_app(
     extra_routes: Sequence[BaseRoute] = (),
     lifespan: Lifespan | None = None,
     clock: Clock | None = None,
+    capacity: Capacity | None = None,
 ) -> Starlette:
     """Make the API. Normative page: docs/rl-api.md.
 
@@ -68,9 +70,15 @@ def create_app(
         extra_routes: Come first, so they may replace ``/health``. What they raise is answered as here.
         lifespan: Of whatever the app's parts need started.
         clock: Gives ``created``; the machine's own by default.
+        capacity: How much it takes on at once.
     """
     serving = Serving(
-        completer=completer, tokenizer=tokenizer, model=model_name, clock=clock or SystemClock(), live=Live()
+        completer=completer,
+        tokenizer=tokenizer,
+        model=model_name,
+        clock=clock or SystemClock(),
+        live=Live(),
+        admission=Admission(capacity or Capacity()),
     )
     service = _Service(serving)
     routes = [
@@ -171,7 +179,10 @@ class _Service:
 
     async def _generate(self, ask: CompletionRequest, outlet: Outlet) -> None:
         # A router asks again while the connection that it lost may still be open here: the name is shared.
-        with self._live.entered(ask.request_id, self._completer, shared=True) as completer:
+        with (
+            self._serving.admission.taking(1) as places,
+            self._live.entered(ask.request_id, self._completer, places, shared=True) as completer,
+        ):
             answer = await completer.complete(ask)
             try:
                 async for item in lines(answer):

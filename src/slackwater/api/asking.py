@@ -1,7 +1,7 @@
 """From a body to requests: defaults, bounds and what the caller wants to see of the evidence. Pure."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
@@ -25,6 +25,8 @@ MAX_STOP_CHARACTERS: Final = 256
 """Longest stop string."""
 MAX_MESSAGES: Final = 10_000
 """Most messages of one conversation."""
+MAX_ALTERNATIVES: Final = 4 * 1024 * 1024
+"""Most alternatives of one reply: answers times tokens times alternatives per token."""
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _TOKEN_ID: Final = re.compile(r"[0-9]{1,10}")
 
@@ -138,7 +140,7 @@ def requests(
     forced = body.forced_token_ids or ()
     if len(forced) > left:
         raise InvalidInputError("forced_token_ids exceeds the window", hint=f"{left} tokens are left of {window}")
-    return tuple(
+    asks = tuple(
         CompletionRequest(
             request_id=RequestId(f"{request_id}-{index}"),
             prompt_ids=prompt_ids,
@@ -150,6 +152,23 @@ def requests(
         )
         for index in range(_or(body.n, 1))
     )
+    check_alternatives(asks, window)
+    return asks
+
+
+def check_alternatives(asks: Sequence[CompletionRequest], window: int) -> None:
+    """Raises InvalidInputError where the log-probabilities of all alternatives are too many for one reply.
+
+    Args:
+        asks: All that one reply answers.
+        window: Context window in tokens.
+    """
+    most = sum(ask.sampling.top_logprobs * min(ask.sampling.max_tokens, window - len(ask.prompt_ids)) for ask in asks)
+    if most > MAX_ALTERNATIVES:
+        raise InvalidInputError(
+            f"top_logprobs is out of range: one reply could have {most} alternatives",
+            hint=f"answers times max_tokens times top_logprobs: at most {MAX_ALTERNATIVES}",
+        )
 
 
 def _sampling(body: Sampled, wanted: Wanted, index: int, default_tokens: int) -> SamplingSpec:

@@ -6,9 +6,17 @@ from types import MappingProxyType
 from typing import Final
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from slackwater.api.schema import FIELDS
-from slackwater.errors import CorruptError, InternalError, PolicyUnmetError, SlackwaterError, UnavailableError
+from slackwater.errors import (
+    CorruptError,
+    InternalError,
+    OverloadedError,
+    PolicyUnmetError,
+    SlackwaterError,
+    UnavailableError,
+)
 
 STATUS: Final = MappingProxyType(
     {
@@ -42,7 +50,9 @@ _FURTHER: Final = frozenset({
 """Fields of the further routes."""
 
 RETRY_AFTER_S: Final = 1
-"""What ``Retry-After`` says."""
+"""What ``Retry-After`` says where the error doesn't know better."""
+MAX_RETRY_AFTER_S: Final = 60
+"""The longest wait that is believed of another process."""
 
 RETRYABLE: Final = frozenset({"policy_unmet", "unavailable", "replica_lost", "overloaded"})
 """Kinds whose answer carries ``Retry-After``: the same request may succeed later."""
@@ -61,6 +71,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     hint: str = ""
     versions: tuple[int, ...] = ()
     """Policy versions held; of ``policy_unmet`` alone."""
+    retry_after_s: int | UnsetType = UNSET
+    """As in ``Retry-After``; of ``overloaded`` alone."""
 
 
 class Envelope(msgspec.Struct, frozen=True):
@@ -79,7 +91,15 @@ def fault(error: SlackwaterError) -> Fault:
         code=error.kind,
         hint=error.hint,
         versions=error.versions if isinstance(error, PolicyUnmetError) else (),
+        retry_after_s=error.retry_after_s if isinstance(error, OverloadedError) else UNSET,
     )
+
+
+def retry_after_s(error: SlackwaterError) -> int | None:
+    """What ``Retry-After`` says of an error; None: it isn't retryable."""
+    if isinstance(error, OverloadedError):
+        return error.retry_after_s
+    return RETRY_AFTER_S if error.kind in RETRYABLE else None
 
 
 def rebuild(seen: Fault) -> SlackwaterError:
@@ -88,6 +108,9 @@ def rebuild(seen: Fault) -> SlackwaterError:
     message = seen.message.removesuffix(suffix)
     if seen.type == PolicyUnmetError.kind:
         return PolicyUnmetError(message, hint=seen.hint, versions=seen.versions)
+    if seen.type == OverloadedError.kind and seen.retry_after_s is not UNSET:
+        wait = min(max(1, seen.retry_after_s), MAX_RETRY_AFTER_S)
+        return OverloadedError(message, hint=seen.hint, retry_after_s=wait)
     return _BY_KIND.get(seen.type, InternalError)(message, hint=seen.hint)
 
 

@@ -1,10 +1,12 @@
 """The requests that an app has under way, by name: what an abort finds."""
 
-from collections.abc import Generator
+from collections.abc import AsyncIterator, Callable, Generator
 from contextlib import contextmanager
 
+from slackwater.api.admission import Places
 from slackwater.errors import ConflictError, NotFoundError
 from slackwater.rollout.completer import Answer, Completer
+from slackwater.rollout.evidence import Finish, Origin, TokenStep
 from slackwater.rollout.request import CompletionRequest
 
 
@@ -14,18 +16,21 @@ class LiveRequest:
     Args:
         completer: Answers.
         choices: How many answers will be asked for.
+        places: Taken for them; one is given back with each answer that leaves fewer answers than places.
     """
 
-    def __init__(self, completer: Completer, choices: int) -> None:
+    def __init__(self, completer: Completer, choices: int, places: Places) -> None:
         self._completer = completer
         self._unbegun = choices
+        self._open = choices
+        self._places = places
         self._answers: list[Answer] = []
         self._aborted = False
 
     async def complete(self, request: CompletionRequest) -> Answer:
         """See `Completer.complete`. After an abort the answer has ended, without a token, as soon as it is admitted."""
         try:
-            answer = await self._completer.complete(request)
+            answer = _Placed(await self._completer.complete(request), self._ended)
         finally:
             self._unbegun -= 1
         self._answers.append(answer)
@@ -46,6 +51,41 @@ class LiveRequest:
             await answer.aclose()
         return ends
 
+    def _ended(self) -> None:
+        self._open -= 1
+        self._places.keep(self._open)
+
+
+class _Placed:
+    """See `slackwater.rollout.completer.Answer`. Tells once that it is closed."""
+
+    def __init__(self, answer: Answer, closed: Callable[[], None]) -> None:
+        self._answer = answer
+        self._tell: Callable[[], None] | None = closed
+
+    @property
+    def origin(self) -> Origin:
+        """See `Answer.origin`."""
+        return self._answer.origin
+
+    @property
+    def finish(self) -> Finish | None:
+        """See `Answer.finish`."""
+        return self._answer.finish
+
+    def __aiter__(self) -> AsyncIterator[TokenStep]:
+        """See `Answer.__aiter__`."""
+        return aiter(self._answer)
+
+    async def aclose(self) -> None:
+        """See `Answer.aclose`."""
+        tell, self._tell = self._tell, None
+        try:
+            await self._answer.aclose()
+        finally:
+            if tell is not None:
+                tell()
+
 
 class Live:
     """The requests of one app that haven't been answered in full. For one event loop."""
@@ -58,13 +98,14 @@ class Live:
 
     @contextmanager
     def entered(
-        self, name: str, completer: Completer, *, choices: int = 1, shared: bool = False
+        self, name: str, completer: Completer, places: Places, *, choices: int = 1, shared: bool = False
     ) -> Generator[LiveRequest]:
         """Know a request by its name until the exit.
 
         Args:
             name: Any; equal ones are the same.
             completer: Answers it.
+            places: Taken for it.
             choices: How many answers it has.
             shared: Others may have the name too.
 
@@ -74,7 +115,7 @@ class Live:
         others = self._named.get(name, [])
         if others and not shared:
             raise ConflictError(f"request_id {name!r} is in use", hint="take another, or wait for its end")
-        request = LiveRequest(completer, choices)
+        request = LiveRequest(completer, choices, places)
         self._named[name] = [*others, request]
         try:
             yield request

@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from slackwater.api.faults import RETRY_AFTER_S, RETRYABLE, STATUS, Envelope, fault
+from slackwater.api.faults import STATUS, Envelope, fault, retry_after_s
 from slackwater.api.schema import MAX_BODY_BYTES
 from slackwater.errors import InternalError, InvalidInputError, NotFoundError, SlackwaterError
 
@@ -42,11 +42,12 @@ async def read_body(request: Request, limit: int = MAX_BODY_BYTES) -> bytes:
 def error_reply(error: SlackwaterError) -> Response:
     """An error's envelope under the status of its kind."""
     status = STATUS[error.kind]
-    if status >= STATUS["internal"] and error.kind not in RETRYABLE:
+    wait = retry_after_s(error)
+    if status >= STATUS["internal"] and wait is None:
         _log.error("a request failed: %s", error, exc_info=error)
     reply = json_reply(Envelope(fault(error)), status)
-    if error.kind in RETRYABLE:
-        reply.headers["Retry-After"] = str(RETRY_AFTER_S)
+    if wait is not None:
+        reply.headers["Retry-After"] = str(wait)
     return reply
 
 

@@ -112,8 +112,10 @@ class _ScoreRoute:
         return await answered(request, self._scores(body, policy_constraint(body.policy)))
 
     async def _scores(self, body: ScoreBody, policy: PolicyConstraint) -> Scores:
-        with self._serving.named(body.request_id, choices=len(body.items)) as known:
-            job = _Job(known=known, policy=policy, turns=asyncio.Semaphore(SCORES_AT_ONCE))
+        admission = self._serving.admission
+        turns = min(len(body.items), SCORES_AT_ONCE, admission.capacity.places)
+        with self._serving.named(body.request_id, choices=len(body.items), taking=admission.taking(turns)) as known:
+            job = _Job(known=known, policy=policy, turns=asyncio.Semaphore(turns))
             items = await together(self._item(index, item, job) for index, item in enumerate(body.items))
             return Scores(request_id=known.name, model=self._serving.model, items=tuple(items))
 

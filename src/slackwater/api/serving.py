@@ -3,13 +3,14 @@
 import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from slackwater.api.admission import Admission, Places
 from slackwater.api.asking import Wanted, requests
 from slackwater.api.conversation import Conversation
 from slackwater.api.live import Live, LiveRequest
@@ -57,6 +58,7 @@ class Serving:
     model: str
     clock: Clock
     live: Live
+    admission: Admission
 
     async def encoded(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
         """Ids of a prompt; ids are kept as they are.
@@ -85,20 +87,28 @@ class Serving:
         return self.tokenizer.extend(told.prior_ids, told.messages, style=told.style, forks=told.forks, window=window)
 
     @contextmanager
-    def named(self, request_id: str | None, *, choices: int) -> Generator[Named]:
-        """Know a request by its name until the exit.
+    def named(
+        self, request_id: str | None, *, choices: int, taking: AbstractContextManager[Places] | None = None
+    ) -> Generator[Named]:
+        """Know a request by its name, and hold its places, until the exit.
 
         Args:
             request_id: The caller's name for it, checked; None: it gets one.
             choices: How many answers will be asked for.
+            taking: Takes its places; one for each choice by default.
 
         Raises:
             ConflictError: Another request has the name now.
+            InvalidInputError: It needs more places than there are.
+            OverloadedError: They aren't free.
         """
         fresh = uuid.uuid4().hex
         name = request_id or fresh
         unique = f"{request_id}:{fresh}" if request_id else fresh
-        with self.live.entered(name, self.completer, choices=choices) as completer:
+        with (
+            taking or self.admission.taking(choices) as places,
+            self.live.entered(name, self.completer, places, choices=choices) as completer,
+        ):
             yield Named(name=name, unique=unique, completer=completer)
 
     @asynccontextmanager
@@ -110,6 +120,7 @@ class Serving:
         text: Callable[[], TextStream] | None = None,
         *,
         others: int = 0,
+        taking: AbstractContextManager[Places] | None = None,
     ) -> AsyncGenerator[Begun]:
         """Everything that a sampled request needs, until the exit.
 
@@ -119,13 +130,15 @@ class Serving:
             prompt: Makes the prompt's ids.
             text: Makes a decoder for each choice; the tokenizer's own, with the body's stop strings, by default.
             others: How many answers will be asked for besides the choices.
+            taking: As for `named`.
 
         Raises:
             ConflictError: Another request has the name now.
             ContextLengthError: Nothing of the window is left.
             InvalidInputError: A bound is exceeded.
+            OverloadedError: There is no place for it; its prompt isn't made.
         """
-        with self.named(body.request_id, choices=(body.n or 1) + others) as known:
+        with self.named(body.request_id, choices=(body.n or 1) + others, taking=taking) as known:
             ids = await prompt()
             window = self.completer.window()
             asks = requests(body, wanted, ids, window=window, request_id=known.unique, model=self.model)

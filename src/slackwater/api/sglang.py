@@ -11,7 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from slackwater.api.asking import check_model
+from slackwater.api.admission import Places
+from slackwater.api.asking import check_alternatives, check_model
 from slackwater.api.engine_data import EngineData
 from slackwater.api.faults import Envelope, fault
 from slackwater.api.foreign import WeightVersion, alternatives, evidence, finite, masks, weight_versions
@@ -80,14 +81,19 @@ class _SglangRoute:
                 await outlet.write(DONE)
 
     async def _begin(self, batch: Batch, stack: AsyncExitStack) -> list["_Running"]:
-        return [await self._begin_one(prompt, stack) for prompt in batch.prompts]
+        places = stack.enter_context(self._serving.admission.taking(sum(map(_answers, batch.prompts))))
+        running = [await self._begin_one(prompt, places, stack) for prompt in batch.prompts]
+        check_alternatives(
+            [reading.request for one in running for reading in one.all()], self._serving.completer.window()
+        )
+        return running
 
-    async def _begin_one(self, prompt: Prompt, stack: AsyncExitStack) -> "_Running":
+    async def _begin_one(self, prompt: Prompt, places: Places, stack: AsyncExitStack) -> "_Running":
         serving = self._serving
         ids = partial(serving.encoded, prompt.body.prompt)
-        scores = prompt.start is not None
+        part, others = places.part(_answers(prompt)), _scorings(prompt)
         begun = await stack.enter_async_context(
-            serving.begun(prompt.body, prompt.wanted, ids, prompt.view.stream, others=int(scores))
+            serving.begun(prompt.body, prompt.wanted, ids, prompt.view.stream, others=others, taking=part)
         )
         return _Running(prompt=prompt, begun=begun, clock=serving.clock, inputs=self._inputs(prompt, begun))
 
@@ -97,6 +103,14 @@ class _SglangRoute:
             return None
         window, text = self._serving.completer.window(), self._serving.tokenizer.stream()
         return prompt_scoring(ask, prompt.start, window=window, text=text, top_logprobs=prompt.wanted.top_logprobs)
+
+
+def _scorings(prompt: Prompt) -> int:
+    return int(prompt.start is not None)
+
+
+def _answers(prompt: Prompt) -> int:
+    return (prompt.body.n or 1) + _scorings(prompt)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from aiohttp import ClientSession
 from starlette.applications import Starlette
 
+from slackwater.api.admission import Capacity
 from slackwater.api.auth import Keys
 from slackwater.api.tokens import ChatTokenizer
 from slackwater.bucket.open import probe
@@ -86,6 +87,7 @@ async def run_gateway(settings: GatewaySettings, keys: Keys, ending: Ending) -> 
             model_name=settings.model,
             extra_routes=[*hotload_routes(conductor), *fireworks_routes(conductor), *coreweave_routes(conductor)],
             lifespan=conducting,
+            capacity=Capacity(places=settings.max_requests, at_once=settings.max_requests),
         )
         app.add_middleware(AccountKey)
         await Server(app, taken).run_until(ending)

@@ -21,6 +21,7 @@ from slackwater.cli.options import (
     LevelName,
     LoadDeadline,
     LoadPoll,
+    MaxRequests,
     Old,
     OptionalBucket,
     Port,
@@ -367,6 +368,7 @@ def gateway(
     watch: WatchPoll = 2.0,
     call_deadline: CallDeadline = 5.0,
     lag_limit: LagLimit = 60.0,
+    max_requests: MaxRequests = 1024,
     tool_parser: ToolParser = "auto",
     reasoning_parser: ReasoningParser = "auto",
     host: Host = "127.0.0.1",
@@ -381,7 +383,7 @@ def gateway(
         replicas=parse_replicas(replica_urls), groups=parse_groups(group or (), run_id(run)), tokenizer=tokenizer,
         bucket=bucket, run=run_id(run), model=model, host=host, port=port, trust=trust or (), ledger=ledger,
         deadline_s=deadline, poll_s=poll, watch_s=watch, call_s=call_deadline, lag_limit_s=lag_limit,
-        tool_parser=tool_parser, reasoning_parser=reasoning_parser,
+        tool_parser=tool_parser, reasoning_parser=reasoning_parser, max_requests=max_requests,
     )  # fmt: skip
     keys = keys_from()
     from slackwater.cli.gateway import run_gateway

@@ -74,6 +74,16 @@ LagLimit = Annotated[
     float,
     typer.Option("--lag-limit", metavar="S", min=1, max=86400, help="Seconds that a follower may lag before an alarm."),
 ]
+MaxRequests = Annotated[
+    int,
+    typer.Option("--max-requests", min=1, max=1_000_000, help="Answers under way at most; what is over is told so."),
+]
+MaxWaiting = Annotated[
+    int | None,
+    typer.Option(
+        "--max-waiting", min=0, max=1_000_000, help="Answers that wait for a slot, at most. [default: 4 per slot]"
+    ),
+]
 _TOOL_PARSERS: Final = (AUTO, *TOOL_FORMATS)
 _REASONING_PARSERS: Final = (AUTO, *REASONING_FORMATS)
 ToolParser = Annotated[

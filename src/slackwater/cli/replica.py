@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from slackwater.api.admission import replica_capacity
 from slackwater.api.app import create_app
 from slackwater.api.auth import KeyGate, Keys
 from slackwater.api.respond import HANDLERS
@@ -61,7 +62,14 @@ async def run_replica(settings: ReplicaSettings, keys: Keys, ending: Ending) -> 
         await asyncio.wait([serving, starting], return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             starting.result()
-            front.app = create_app(replica, loader.tokenizer, keys, model_name=settings.model, extra_routes=routes)
+            front.app = create_app(
+                replica,
+                loader.tokenizer,
+                keys,
+                model_name=settings.model,
+                extra_routes=routes,
+                capacity=replica_capacity(settings.slots, settings.max_waiting, settings.max_requests),
+            )
         await serving
     finally:
         starting.cancel()

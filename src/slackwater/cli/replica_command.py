@@ -8,7 +8,18 @@ import typer
 
 from slackwater.cli.ending import Ending
 from slackwater.cli.keys import keys_from
-from slackwater.cli.options import BucketUrl, Host, Port, ReasoningParser, RunName, Supervised, ToolParser, Trust
+from slackwater.cli.options import (
+    BucketUrl,
+    Host,
+    MaxRequests,
+    MaxWaiting,
+    Port,
+    ReasoningParser,
+    RunName,
+    Supervised,
+    ToolParser,
+    Trust,
+)
 from slackwater.cli.typed import one_of
 from slackwater.config.in_flight import InFlight
 from slackwater.config.process import ReplicaSettings, SwapSettings
@@ -27,6 +38,8 @@ def replica(  # one option each
     port: Port = 8100,
     cache: Annotated[Path | None, typer.Option(help="Where verified bytes are kept.")] = None,
     slots: Annotated[int, typer.Option(min=1, max=256, help="Answers decoded at once.")] = 16,
+    max_waiting: MaxWaiting = None,
+    max_requests: MaxRequests = 1024,
     batch_invariant: Annotated[
         bool, typer.Option("--batch-invariant", help="Let no bit of an answer depend on who else is served; slower.")
     ] = False,
@@ -75,6 +88,7 @@ def replica(  # one option each
         bucket=bucket, run=run_id(run), replica=ReplicaId(run_id(name)), host=host, port=port, cache=cache,
         slots=slots, threads=threads, window=window, model=model, trust=trust or (), swaps=swaps,
         tool_parser=tool_parser, reasoning_parser=reasoning_parser, batch_invariant=batch_invariant,
+        max_waiting=max_waiting, max_requests=max_requests,
     )  # fmt: skip
     keys = keys_from()
     from slackwater.cli.replica import run_replica

@@ -63,6 +63,10 @@ class ReplicaSettings:
     """Format in which the model writes tool calls; ``auto``: as its chat template tells plainly."""
     reasoning_parser: str = "auto"
     """Likewise, of reasoning."""
+    max_waiting: int | None = None
+    """Answers that wait for a slot, at most; None: four for each slot."""
+    max_requests: int = 1024
+    """Answers under way in the process, at most."""
     swaps: SwapSettings = field(default_factory=SwapSettings)
 
 
@@ -111,6 +115,8 @@ class GatewaySettings:
     """Seconds between looks at one that follows or is pinned, and at the whole fleet."""
     call_s: float = 5.0
     """Seconds for each control call to a replica."""
+    max_requests: int = 1024
+    """Answers under way in the process, at most."""
     lag_limit_s: float = 60.0
     """Seconds that a replica which follows the head may be behind without an alarm."""
 

@@ -91,7 +91,7 @@ class SamplingSpec:
             (0.0 < self.top_p <= 1.0, "top_p", "above 0, up to 1"),
             (0 <= self.top_k <= MAX_TOP_K, "top_k", f"0 to {MAX_TOP_K}"),
             (self.seed is None or 0 <= self.seed < 2**63, "seed", "0 to 2^63 - 1"),
-            (len(self.stop_token_ids) <= MAX_STOP_IDS, "stop_token_ids", f"at most {MAX_STOP_IDS}"),
+            (_stops_hold(self.stop_token_ids), "stop_token_ids", f"at most {MAX_STOP_IDS} ids, each 0 to 2^31 - 1"),
             (0 <= self.top_logprobs <= MAX_TOP_LOGPROBS, "top_logprobs", f"0 to {MAX_TOP_LOGPROBS}"),
             (0.0 <= self.min_p <= 1.0, "min_p", "0 to 1"),
             (0 <= self.min_tokens <= self.max_tokens, "min_tokens", f"0 to max_tokens, {self.max_tokens}"),
@@ -100,6 +100,11 @@ class SamplingSpec:
         for holds, name, bound in checks:
             if not holds:
                 raise InvalidInputError(f"{name} is out of range", hint=f"allowed: {bound}")
+
+
+def _stops_hold(ids: tuple[int, ...]) -> bool:
+    # Ids past the vocabulary never come and do no harm; negative ones would count from its end.
+    return len(ids) <= MAX_STOP_IDS and all(0 <= token_id < 2**31 for token_id in ids)
 
 
 def _penalty_checks(spec: SamplingSpec) -> tuple[tuple[bool, str, str], ...]:

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from slackwater.api.admission import Capacity
 from slackwater.api.app import Lifespan, create_app
 from slackwater.api.auth import Keys
 from slackwater.api.respond import json_reply
@@ -52,6 +53,7 @@ def create_gateway(
     extra_routes: Sequence[BaseRoute] = (),
     lifespan: Lifespan | None = None,
     clock: Clock | None = None,
+    capacity: Capacity | None = None,
 ) -> Starlette:
     """Make the gateway's API: `slackwater.api.app.create_app` and the routes of a fleet.
 
@@ -66,6 +68,7 @@ def create_gateway(
         extra_routes: Come first; control-key routes of other packages.
         lifespan: Of what those need; runs inside the router's.
         clock: The machine's own by default.
+        capacity: How much it takes on at once.
     """
 
     async def replicas(request: Request) -> Response:
@@ -94,6 +97,7 @@ def create_gateway(
         extra_routes=[*extra_routes, Route("/v1/replicas", replicas), Route("/health", health)],
         lifespan=opened,
         clock=clock,
+        capacity=capacity,
     )
 
 

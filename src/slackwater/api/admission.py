@@ -1,0 +1,124 @@
+"""How much an app takes on at once. Whether a request is taken is pure; `Admission` counts."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+from slackwater.errors import InvalidInputError, OverloadedError
+
+MAX_REQUESTS: Final = 1024
+"""Most answers that an app has under way, unless it is told otherwise."""
+WAITING_PER_SLOT: Final = 4
+"""Most answers that wait for a replica's slots, for each of them, unless it is told otherwise."""
+_LONGEST_WAIT_S: Final = 30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Capacity:
+    """Bounds of an app."""
+
+    places: int = MAX_REQUESTS
+    """Answers that are asked for and haven't ended, at most."""
+    at_once: int = MAX_REQUESTS
+    """Of these, how many are made at the same time; the others wait."""
+
+
+def replica_capacity(slots: int, max_waiting: int | None, max_requests: int) -> Capacity:
+    """What a replica takes on.
+
+    Args:
+        slots: Answers decoded at once.
+        max_waiting: Answers that wait for a slot, at most; None: `WAITING_PER_SLOT` for each slot.
+        max_requests: Answers of the process, at most.
+    """
+    waiting = WAITING_PER_SLOT * slots if max_waiting is None else max_waiting
+    places = min(max_requests, slots + waiting)
+    return Capacity(places=places, at_once=min(slots, places))
+
+
+def refusal(capacity: Capacity, *, taken: int, wanted: int) -> InvalidInputError | OverloadedError | None:
+    """Why a request of ``wanted`` answers isn't taken where ``taken`` places are; None: it is."""
+    if wanted > capacity.places:
+        return InvalidInputError(
+            f"n is out of range: {wanted} answers are asked for",
+            hint=f"this server takes {capacity.places} at once, of all requests together",
+        )
+    over = taken + wanted - capacity.places
+    if over <= 0:
+        return None
+    return OverloadedError(
+        f"{taken} of {capacity.places} places are taken here, and {wanted} are asked for",
+        hint="ask again in a moment",
+        retry_after_s=retry_after_s(over, capacity.at_once),
+    )
+
+
+def retry_after_s(over: int, at_once: int) -> int:
+    """Seconds after which asking again may help: one for each round of answers that has to end first, 1 to 30.
+
+    Args:
+        over: Places that have to come free.
+        at_once: Answers of one round.
+    """
+    return min(_LONGEST_WAIT_S, max(1, -(-over // max(1, at_once))))
+
+
+class Admission:
+    """Counts the places that are taken. For one event loop."""
+
+    def __init__(self, capacity: Capacity) -> None:
+        self.capacity = capacity
+        self._taken = 0
+
+    @property
+    def taken(self) -> int:
+        """Places taken now."""
+        return self._taken
+
+    @contextmanager
+    def taking(self, wanted: int) -> Generator["Places"]:
+        """Take all places that a request needs, until the exit at most.
+
+        Raises:
+            InvalidInputError: They are more than there are.
+            OverloadedError: They aren't free; none is taken.
+        """
+        refused = refusal(self.capacity, taken=self._taken, wanted=wanted)
+        if refused is not None:
+            raise refused
+        self._taken += wanted
+        places = Places(self, wanted)
+        try:
+            yield places
+        finally:
+            places.keep(0)
+
+    def give_back(self, count: int) -> None:
+        """Of `Places`: so many are free again."""
+        self._taken -= count
+
+
+class Places:
+    """Some places, until they are given back."""
+
+    def __init__(self, admission: Admission, count: int) -> None:
+        self._admission = admission
+        self._count = count
+
+    def keep(self, most: int) -> None:
+        """Give all but ``most`` back."""
+        freed = max(0, self._count - most)
+        self._count -= freed
+        self._admission.give_back(freed)
+
+    @contextmanager
+    def part(self, count: int) -> Generator["Places"]:
+        """Put ``count`` of these, or as many as there are, aside as places of their own, until the exit at most."""
+        count = min(count, self._count)
+        self._count -= count
+        places = Places(self._admission, count)
+        try:
+            yield places
+        finally:
+            places.keep(0)
