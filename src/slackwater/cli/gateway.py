@@ -60,13 +60,14 @@ async def run_gateway(settings: GatewaySettings, keys: Keys, ending: Ending) -> 
             HttpTarget(name, url, keys.control, session, deadline_s=settings.call_s)
             for name, url in settings.replicas.items()
         ]
-        groups = [
-            Group(name=each.name, mode=Mode(each.mode), version=each.version, replicas=tuple(each.replicas))
-            for each in settings.groups
-        ]
         ledger = await asyncio.to_thread(open_ledger, settings.ledger, settings.run)
         conductor = Conductor(
-            targets, BucketSnapshots(bucket, settings.run), SystemClock(), limits, ledger=ledger, groups=groups
+            targets,
+            BucketSnapshots(bucket, settings.run),
+            SystemClock(),
+            limits,
+            ledger=ledger,
+            groups=_groups(settings),
         )
         router = Router(
             {name: RemoteReplica(url, keys.inference) for name, url in settings.replicas.items()},
@@ -91,3 +92,10 @@ async def run_gateway(settings: GatewaySettings, keys: Keys, ending: Ending) -> 
         )
         app.add_middleware(AccountKey)
         await Server(app, taken).run_until(ending)
+
+
+def _groups(settings: GatewaySettings) -> list[Group]:
+    return [
+        Group(name=each.name, mode=Mode(each.mode), version=each.version, replicas=tuple(each.replicas))
+        for each in settings.groups
+    ]

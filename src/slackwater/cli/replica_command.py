@@ -29,6 +29,20 @@ from slackwater.telemetry import log
 _DAY = 86_400.0
 _MODES = tuple(mode.value for mode in InFlight)
 
+BatchInvariant = Annotated[
+    bool, typer.Option("--batch-invariant", help="Let no bit of an answer depend on who else is served; slower.")
+]
+Strict = Annotated[
+    bool, typer.Option("--strict", help="Compare all bits of a swap in its pause, before the version serves.")
+]
+CanaryPatience = Annotated[
+    float, typer.Option(min=1, max=_DAY, help="Seconds after which a canary that waits for a slot is warned of.")
+]
+Scrub = Annotated[
+    float,
+    typer.Option(min=0, max=_DAY, help="Seconds in which all weights are compared again, over and over; 0: never."),
+]
+
 
 def replica(  # one option each
     bucket: BucketUrl,
@@ -40,9 +54,7 @@ def replica(  # one option each
     slots: Annotated[int, typer.Option(min=1, max=256, help="Answers decoded at once.")] = 16,
     max_waiting: MaxWaiting = None,
     max_requests: MaxRequests = 1024,
-    batch_invariant: Annotated[
-        bool, typer.Option("--batch-invariant", help="Let no bit of an answer depend on who else is served; slower.")
-    ] = False,
+    batch_invariant: BatchInvariant = False,
     threads: Annotated[int, typer.Option(min=1, max=256, help="torch threads of the engine.")] = 1,
     window: Annotated[int, typer.Option(min=32, help="Context window in tokens.")] = 1024,
     model: Annotated[str, typer.Option(help="Name under which the gateway asks.")] = "policy",
@@ -50,22 +62,15 @@ def replica(  # one option each
         str,
         typer.Option(parser=one_of(*_MODES), metavar="|".join(_MODES), help="What swaps do with answers in flight."),
     ] = "continue",
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Compare all bits of a swap in its pause, before the version serves.")
-    ] = False,
+    strict: Strict = False,
     lease: Annotated[
         float, typer.Option(min=1, max=_DAY, help="Seconds in which the engine must stage, commit or undo.")
     ] = 30.0,
     drain: Annotated[
         float, typer.Option(min=0, max=_DAY, help="Seconds that --in-flight drain waits for answers.")
     ] = 120.0,
-    canary_patience: Annotated[
-        float, typer.Option(min=1, max=_DAY, help="Seconds after which a canary that waits for a slot is warned of.")
-    ] = 60.0,
-    scrub: Annotated[
-        float,
-        typer.Option(min=0, max=_DAY, help="Seconds in which all weights are compared again, over and over; 0: never."),
-    ] = 600.0,
+    canary_patience: CanaryPatience = 60.0,
+    scrub: Scrub = 600.0,
     tool_parser: ToolParser = "auto",
     reasoning_parser: ReasoningParser = "auto",
     max_deltas: Annotated[int, typer.Option(min=1, help="Deltas that one swap takes at most.")] = 32,
