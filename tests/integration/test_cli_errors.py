@@ -339,7 +339,7 @@ def endings(root: Path) -> Endings:
     where = ("--bucket", str(root / "bucket"), "--run", RUN, "--tokenizer", str(root / "model"))
     servers = {
         "waiting": replica(root, root / "anchorless", "waiting"),
-        "busy": replica(root, root / "bucket", "busy", "--slots", "1"),
+        "busy": replica(root, root / "bucket", "busy", "--slots", "1", "--max-waiting", "64"),
         "supervised": replica(root, root / "bucket", "supervised", "--supervised"),
         "gateway": Process(root / "logs", "gateway", *ONE_REPLICA, *where, "--port", "0"),
     }
