@@ -1,9 +1,10 @@
 """A5-10 as processes: a replica is killed in mid-answer, and the official client sees nothing of it."""
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -123,18 +124,24 @@ class Told:
         assert len({boot for _, boot, _, _ in shares}) == len(shares)
 
 
-def asked(seed: int, n: int) -> dict[str, Any]:
+def asked(seed: int, n: int, more: Mapping[str, float]) -> dict[str, Any]:
     evidence = {"engine_data": True, "return_token_ids": True}
     return {
         "model": "policy", "prompt": "tide", "seed": seed, "n": n, "temperature": 1.0, "max_tokens": 900,
-        "logprobs": 0, "extra_body": evidence,
+        "logprobs": 0, "extra_body": evidence, **more,
     }  # fmt: skip
 
 
-def streamed(client: OpenAI, seed: int, n: int, kill: Callable[[], None] | None = None) -> list[Told]:
+def streamed(
+    client: OpenAI,
+    seed: int,
+    n: int,
+    kill: Callable[[], None] | None = None,
+    more: Mapping[str, float] = MappingProxyType({}),
+) -> list[Told]:
     """Read ``n`` choices; ``kill`` is called once, when each of them has begun."""
     told = [Told() for _ in range(n)]
-    with client.completions.create(**asked(seed, n), stream=True) as stream:
+    with client.completions.create(**asked(seed, n, more), stream=True) as stream:
         for chunk in stream:
             for choice in chunk.choices:
                 told[choice.index].take(choice)
@@ -162,10 +169,26 @@ def test_a5_10_a_stream_goes_on_over_a_kill(fleet: Fleet, client: OpenAI, starte
     assert sorted(one.by for one in told) == sorted([[victim, survivor]] * ((n + 1) // 2) + [[survivor]] * (n // 2))
 
 
+def test_a5_10_penalties_go_on_from_the_tokens_so_far(fleet: Fleet, client: OpenAI) -> None:
+    """They are of the answer's tokens, whoever sampled these."""
+    penalties = {"frequency_penalty": 0.5, "presence_penalty": 0.3}
+    (alone,) = streamed(client, 7, 1, more=penalties)
+    (free,) = streamed(client, 7, 1)
+    (told,) = streamed(client, 7, 1, lambda: fleet.kill(busiest_of(client)), penalties)
+    assert told.ids == alone.ids != free.ids
+    assert len(told.by) == 2
+
+
+def busiest_of(client: OpenAI) -> str:
+    """The replica that works on something."""
+    url = str(client.base_url).removesuffix("/v1/")
+    return max(rows(url), key=lambda row: row["in_flight"])["replica"]
+
+
 def test_a5_10_a_whole_answer_goes_on_over_a_kill(fleet: Fleet, client: OpenAI, started: tuple[Fleet, str]) -> None:
     (alone,) = streamed(client, 5, 1)
     with ThreadPoolExecutor(1) as pool:
-        asking = pool.submit(lambda: client.completions.create(**asked(5, 1)))
+        asking = pool.submit(lambda: client.completions.create(**asked(5, 1, {})))
         victim = until(lambda: [row["replica"] for row in rows(started[1]) if row["in_flight"]], "a replica is busy")[0]
         fleet.kill(victim)
         reply = asking.result()
@@ -178,7 +201,7 @@ def test_a5_10_a_whole_answer_goes_on_over_a_kill(fleet: Fleet, client: OpenAI, 
 
 @pytest.mark.parametrize(
     "state",
-    [{"frequency_penalty": 0.5}, {"repetition_penalty": 1.1}, {"structured_outputs": {"regex": "a+"}}],
+    [{"structured_outputs": {"regex": "a+"}}, {"response_format": {"type": "json_object"}}],
     ids=str,
 )
 def test_a5_10_state_that_is_not_in_the_tokens_is_refused_before_an_answer_begins(
