@@ -24,8 +24,8 @@ from slackwater.replica.app import control_routes
 from slackwater.replica.status import State
 from slackwater.replica.swap import Stage
 from slackwater.rollout.completer import Answer
-from slackwater.rollout.evidence import Finish
-from slackwater.rollout.request import CompletionRequest
+from slackwater.rollout.evidence import Finish, spans
+from slackwater.rollout.request import CompletionRequest, PolicyConstraint
 from slackwater.router.policy import Health
 from slackwater.router.pool import ProbeReport
 from slackwater.router.router import PROBE_INTERVAL_S, Router
@@ -217,6 +217,25 @@ async def test_f37_a2_08_a_swap_at_full_load_aborts_nobody_and_each_answer_has_t
     for whole in answers(world.log):
         assert whole.ends[0].finish is Finish.LENGTH
         assert [step.version for step in whole.steps] == [0] * 20 + [1] * 20
+    assert check(world.log) == ()
+
+
+async def test_a5_11_an_answer_that_grows_stale_ends_by_itself_and_says_how_old_each_token_is(
+    opened: OpenWorld,
+) -> None:
+    world = await opened()
+    await world.ask((1, 2, 3), 50, policy=PolicyConstraint(min_version=Version(0)))
+    for _ in range(4):
+        world.engine.release(10)
+        await turns(200)
+        world.publish()
+        world.steer("head")
+        await turns(200)
+    await world.heal()
+    (whole,) = answers(world.log)
+    assert whole.ends[0].finish is Finish.LENGTH
+    found = spans(step.version for step in whole.steps)
+    assert [(span.version, span.start, span.end) for span in found] == [(at, 10 * at, 10 * at + 10) for at in range(5)]
     assert check(world.log) == ()
 
 
