@@ -32,23 +32,9 @@ WRITES: Final = 3
 """Of a swap between any two versions: one a tensor."""
 V1: Final = Version(1)
 
+pytestmark = pytest.mark.usefixtures("inline_threads")
+
 OpenWorld = Callable[[], Awaitable[World]]
-
-
-@pytest.fixture(scope="module")
-def lineage(tmp_path_factory: pytest.TempPathFactory) -> Lineage:
-    return Lineage(tmp_path_factory.mktemp("lineage"))
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Work that goes to a thread is done at once, so that a number of turns says when something happens."""
-
-    async def inline(call: Callable[..., object], /, *args: object, **kwargs: object) -> object:
-        await asyncio.sleep(0)
-        return call(*args, **kwargs)
-
-    monkeypatch.setattr(asyncio, "to_thread", inline)
 
 
 @pytest.fixture

@@ -39,6 +39,8 @@ HISTORIES: Final = int(os.environ.get("SLACKWATER_HISTORIES", examples(100)))
 FIRST_SEED: Final = int(os.environ.get("SLACKWATER_HISTORY_SEED", "0"))
 ROUNDS: Final = max(examples(60), HISTORIES // 10)
 
+pytestmark = pytest.mark.usefixtures("inline_threads")
+
 OpenWorld = Callable[..., Awaitable[World]]
 
 PLANTED: Final = {
@@ -49,22 +51,6 @@ PLANTED: Final = {
     "answers not computed again": (StampBugs(skip_recompute=True), "I1"),
     "a request lost": (StampBugs(lose_waiting=True), "I5"),
 }
-
-
-@pytest.fixture(scope="module")
-def lineage(tmp_path_factory: pytest.TempPathFactory) -> Lineage:
-    return Lineage(tmp_path_factory.mktemp("lineage"))
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Work that goes to a thread is done at once: a seed says all."""
-
-    async def inline(call: Callable[..., object], /, *args: object, **kwargs: object) -> object:
-        await asyncio.sleep(0)
-        return call(*args, **kwargs)
-
-    monkeypatch.setattr(asyncio, "to_thread", inline)
 
 
 @pytest.fixture

@@ -13,14 +13,8 @@ from slackwater.api.arrays import Array
 from slackwater.api.live import Live
 from slackwater.api.tokens import ChatTokenizer
 from slackwater.errors import UnavailableError
-from slackwater.testing.tiny_model import write_tiny_tokenizer
 
 ROUTES = pytest.mark.parametrize(("path", "prompt"), [CHAT, TEXT], ids=["chat", "text"])
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
-    return ChatTokenizer(write_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer")))
 
 
 @pytest.fixture

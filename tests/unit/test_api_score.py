@@ -4,11 +4,10 @@ import asyncio
 import io
 import json
 import math
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from abort_rig import ROWS, Site, site
+from abort_rig import ROWS, Site
 
 from slackwater.api.arrays import Array
 from slackwater.api.score import MAX_SCORE_ITEMS, SCORES_AT_ONCE
@@ -18,28 +17,8 @@ from slackwater.ids import Version
 from slackwater.rollout.evidence import Finish
 from slackwater.rollout.request import SamplingSpec
 from slackwater.testing.distribution import processed
-from slackwater.testing.tiny_model import write_tiny_tokenizer
 
 PATH = "/v1/score"
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
-    return ChatTokenizer(write_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer")))
-
-
-@pytest.fixture(params=[False, True], ids=["replica", "gateway"])
-async def at(request: pytest.FixtureRequest, tokenizer: ChatTokenizer) -> AsyncIterator[Site]:
-    async with site(tokenizer, gateway=request.param) as opened:
-        yield opened
-        await asyncio.wait_for(opened.table.until_active(0), 5)
-
-
-@pytest.fixture
-async def replica(tokenizer: ChatTokenizer) -> AsyncIterator[Site]:
-    async with site(tokenizer, gateway=False) as opened:
-        yield opened
-        await asyncio.wait_for(opened.table.until_active(0), 5)
 
 
 def item(*token_ids: int, **prompt: object) -> dict[str, Any]:

@@ -3,42 +3,21 @@
 import asyncio
 import io
 import json
-from collections.abc import AsyncIterator
 from itertools import pairwise
 from typing import Any
 
 import pytest
-from abort_rig import Site, site
+from abort_rig import Site
 
 from slackwater.api.arrays import Array
 from slackwater.api.sglang_shapes import MAX_BATCH, MAX_BATCH_ANSWERS
-from slackwater.api.tokens import ChatTokenizer
 from slackwater.errors import UnavailableError
 from slackwater.ids import Version
 from slackwater.rollout.evidence import Finish
-from slackwater.testing.tiny_model import IM_END, write_tiny_tokenizer
+from slackwater.testing.tiny_model import IM_END
 
 PATH = "/generate"
 PROMPT = [1, 2, 3]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
-    return ChatTokenizer(write_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer")))
-
-
-@pytest.fixture
-async def replica(tokenizer: ChatTokenizer) -> AsyncIterator[Site]:
-    async with site(tokenizer, gateway=False) as opened:
-        yield opened
-        await asyncio.wait_for(opened.table.until_active(0), 5)
-
-
-@pytest.fixture(params=[False, True], ids=["replica", "gateway"])
-async def at(request: pytest.FixtureRequest, tokenizer: ChatTokenizer) -> AsyncIterator[Site]:
-    async with site(tokenizer, gateway=request.param) as opened:
-        yield opened
-        await asyncio.wait_for(opened.table.until_active(0), 5)
 
 
 def body(**params: object) -> dict[str, Any]:
