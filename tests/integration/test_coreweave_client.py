@@ -103,7 +103,7 @@ async def test_it_sees_a_failure_on_any_replica(tmp_path: Path, python: Path) ->
     async with fronted(tmp_path) as fleet:
         fleet.rigs[1].engine.faults.flip_bit = True
         seen = await drive(python, FAILING, fleet.url)
-    assert seen == {"state": "FAILED", "reasons": ["", "corrupt"]}
+    assert seen == {"state": "FAILED", "reasons": ["", "swap"]}
 
 
 async def test_it_sees_that_one_is_under_way(tmp_path: Path, python: Path) -> None:
