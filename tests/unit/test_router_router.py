@@ -88,6 +88,16 @@ async def test_an_answer_frees_its_place(router: Router, fleet: Fleet) -> None:
     assert not fleet[B].requests
 
 
+async def test_a2_07_after_a_swap_a_replica_is_not_preferred_for_a_prompt_that_it_had_answered(
+    router: Router, fleet: Fleet, clock: ManualClock
+) -> None:
+    """Its KV of the prompt is another version's: what the router may have hoped to find there is nothing now."""
+    assert (await answer(router, REQUEST)).origin.replica == A
+    fleet[A].versions = (8,)
+    await clock.advance(2)
+    assert (await answer(router, REQUEST)).origin.replica == B
+
+
 async def test_cancelled_while_it_waits_for_admission(router: Router, fleet: Fleet) -> None:
     fleet[A].admits.clear()
     task = asyncio.create_task(answer(router, REQUEST))
