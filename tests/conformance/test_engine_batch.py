@@ -1,6 +1,6 @@
 """Passes that answers share: what is in them, and that logits are those of a plain forward pass whoever shares them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from core_rig import run, steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,12 +16,14 @@ from slackwater.engine.torch.attention import attend, put
 from slackwater.engine.torch.batch import PASS_TOKENS, Batch, Piece, Shaping
 from slackwater.engine.torch.core import Core
 from slackwater.engine.torch.model import load
-from slackwater.engine.torch.sequence import Began, Event, Made
+from slackwater.engine.torch.sequence import Began, Event
 from slackwater.errors import UnsupportedError
 from slackwater.ids import RequestId, Version
 from slackwater.rollout.evidence import TokenStep
 from slackwater.rollout.request import CompletionRequest, SamplingSpec
 from slackwater.testing.tiny_model import write_tiny_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 V7, V8 = Version(7), Version(8)
 TOLERANCE = 1e-4
@@ -36,14 +39,6 @@ def reference(folder: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def core_of(folder: Path, *, slots: int = 4, threads: int = 1) -> Core:
     return Core(load(folder), Shaping(slots=slots, invariant=False), window=1024, version=V7, threads=threads)
 
@@ -51,17 +46,6 @@ def core_of(folder: Path, *, slots: int = 4, threads: int = 1) -> Core:
 def request(prompt: Sequence[int], tokens: int = 12) -> CompletionRequest:
     sampling = SamplingSpec(max_tokens=tokens, temperature=1.0)
     return CompletionRequest(request_id=RequestId("r"), prompt_ids=tuple(prompt), sampling=sampling)
-
-
-def run(core: Core) -> list[Event]:
-    events: list[Event] = []
-    while core.busy:
-        events += core.step()
-    return events
-
-
-def steps(events: Sequence[Event], key: int) -> list[TokenStep]:
-    return [event.step for event in events if isinstance(event, Made) and event.key == key]
 
 
 def cached(events: Sequence[Event], key: int) -> int:

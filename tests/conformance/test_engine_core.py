@@ -1,6 +1,6 @@
 """The core, step by step: what one step does, what a swap between two steps changes, and what it doesn't."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -8,19 +8,22 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from core_rig import run, steps
 
 from slackwater.checkpoint.tensor import TileWrite, tiles
 from slackwater.engine.torch.batch import CHUNK, Shaping
 from slackwater.engine.torch.core import Core
 from slackwater.engine.torch.model import LoadedModel, load
 from slackwater.engine.torch.replay import Replayer
-from slackwater.engine.torch.sequence import Began, Ended, Event, Failed, Made
+from slackwater.engine.torch.sequence import Began, Ended, Event, Failed
 from slackwater.engine.torch.weights import StagedWrites, WeightBits
 from slackwater.errors import CorruptError, InvalidInputError, PolicyUnmetError
 from slackwater.ids import RequestId, Version
 from slackwater.rollout.evidence import Finish, PolicySpan, TokenStep, spans
 from slackwater.rollout.request import ANY_POLICY, CompletionRequest, PolicyConstraint, SamplingSpec
 from slackwater.testing.tiny_model import write_tiny_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 V7, V8 = Version(7), Version(8)
 PROMPT = tuple(range(1, 41))
@@ -34,14 +37,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def model(folder: Path) -> LoadedModel:
     return load(folder)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def core_of(model: LoadedModel, *, slots: int = 4) -> Core:
@@ -58,17 +53,6 @@ def request(
     return CompletionRequest(
         request_id=RequestId("r"), prompt_ids=tuple(prompt), sampling=sampling(max_tokens), policy=policy
     )
-
-
-def run(core: Core) -> list[Event]:
-    events: list[Event] = []
-    while core.busy:
-        events += core.step()
-    return events
-
-
-def steps(events: Iterable[Event], key: int) -> list[TokenStep]:
-    return [event.step for event in events if isinstance(event, Made) and event.key == key]
 
 
 def began(events: Iterable[Event], key: int) -> Began:

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ from slackwater.rollout.evidence import Finish, PolicySpan, TokenStep, grown, kv
 from slackwater.rollout.request import ANY_POLICY, CompletionRequest, PolicyConstraint, SamplingSpec
 from slackwater.testing.tiny_model import write_tiny_model
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 V7, V8, V9 = Version(7), Version(8), Version(9)
 ANY_KV = PolicyConstraint(any_kv=True)
 INVARIANT = Shaping(slots=4, invariant=True)
@@ -37,14 +39,6 @@ LONGER = INVARIANT.budget + 40
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("tiny"), tokenizer=False, dtype="float32")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Bench:

@@ -8,19 +8,18 @@ import aiohttp
 import pytest
 from http_rig import Client, gated
 from replica_rig import request
+from routed_rig import Routed
 from stamp_rig import Lineage, World, turns
 
 from slackwater.config.in_flight import InFlight
-from slackwater.errors import ConflictError, ReplicaLostError, UnavailableError
+from slackwater.errors import ConflictError, UnavailableError
 from slackwater.ids import ReplicaId, Version
 from slackwater.replica.app import control_routes
 from slackwater.replica.status import State
 from slackwater.replica.swap import Stage
-from slackwater.rollout.completer import Answer
 from slackwater.rollout.evidence import Finish
-from slackwater.rollout.request import CompletionRequest
 from slackwater.router.policy import Candidate, Health, Refusal, RoutingContext, choose
-from slackwater.router.pool import SERVING, ProbeReport
+from slackwater.router.pool import SERVING
 from slackwater.router.router import PROBE_INTERVAL_S, Router
 from slackwater.testing.clock import ManualClock
 from slackwater.testing.conformance_completer import answer
@@ -272,30 +271,6 @@ async def test_f32_a_dead_group_says_so_to_whoever_probes_it(opened: OpenWorld) 
     world.steer(V1)
     await died(world)
     assert await health(world) == ("retired", None)
-
-
-class Routed:
-    """A world's replica as a router sees it."""
-
-    def __init__(self, world: World) -> None:
-        self.world = world
-
-    async def complete(self, request: CompletionRequest) -> Answer:
-        return await self.world.replica.complete(request)
-
-    def window(self) -> int:
-        return self.world.replica.window()
-
-    async def probe(self) -> ProbeReport:
-        status = self.world.replica.status()
-        return ProbeReport(status=status.state.value, version=status.version, boot=status.boot_id, window=self.window())
-
-    def sever(self) -> None:
-        for run in self.world.engine._runs:
-            run.end(None, ReplicaLostError("severed"))
-
-    async def aclose(self) -> None:
-        await self.world.close()
 
 
 async def test_f32_a_router_gives_a_dead_group_nothing_until_it_is_started_again(lineage: Lineage) -> None:

@@ -15,19 +15,17 @@ import aiohttp
 import pytest
 from http_rig import CONTROL, Client, gated
 from replica_rig import request
+from routed_rig import Routed
 from stamp_rig import Lineage, World, played, turns
 
 from depth import examples
-from slackwater.errors import ReplicaLostError
 from slackwater.ids import ReplicaId, Version
 from slackwater.replica.app import control_routes
 from slackwater.replica.status import State
 from slackwater.replica.swap import Stage
-from slackwater.rollout.completer import Answer
 from slackwater.rollout.evidence import Finish, spans
-from slackwater.rollout.request import CompletionRequest, PolicyConstraint
+from slackwater.rollout.request import PolicyConstraint
 from slackwater.router.policy import Health
-from slackwater.router.pool import ProbeReport
 from slackwater.router.router import PROBE_INTERVAL_S, Router
 from slackwater.testing.clock import ManualClock
 from slackwater.testing.conformance_completer import answer
@@ -292,41 +290,6 @@ async def test_a2_22_before_any_swap_the_label_is_the_base_anchors(opened: OpenW
     await world.heal()
     (whole,) = answers(world.log)
     assert [(one.step.version, one.origin.prompt_version) for one in whole.sampled] == [(0, 0)] * 2
-
-
-class Routed:
-    """A world's replica as a router sees it. ``freeze`` is SIGSTOP: connections stay, and nothing answers."""
-
-    def __init__(self, world: World) -> None:
-        self.world = world
-        self._thawed = asyncio.Event()
-        self._thawed.set()
-
-    def freeze(self) -> None:
-        self._thawed.clear()
-        self.world.engine.hold()
-
-    def thaw(self) -> None:
-        self._thawed.set()
-        self.world.engine.release()
-
-    async def complete(self, request: CompletionRequest) -> Answer:
-        return await self.world.replica.complete(request)
-
-    def window(self) -> int:
-        return self.world.replica.window()
-
-    async def probe(self) -> ProbeReport:
-        await self._thawed.wait()
-        status = self.world.replica.status()
-        return ProbeReport(status=status.state.value, version=status.version, boot=status.boot_id, window=self.window())
-
-    def sever(self) -> None:
-        for run in self.world.engine._runs:
-            run.end(None, ReplicaLostError("severed"))
-
-    async def aclose(self) -> None:
-        await self.world.close()
 
 
 async def test_f41_a_replica_that_was_stopped_is_out_until_it_has_shown_its_version_twice(lineage: Lineage) -> None:

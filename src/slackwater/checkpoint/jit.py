@@ -28,10 +28,7 @@ def kernel(function: Callable[_P, _R]) -> Callable[_P, _R]:
     Where neither the package's folder nor the user's cache can be written, the code is kept in memory alone, and each
     process compiles anew; ``NUMBA_CACHE_DIR`` names another place.
     """
-    try:
-        return cast("Callable[_P, _R]", numba.njit(function, nogil=True, cache=True))
-    except RuntimeError:  # "no locator available": numba looks for a place while it decorates
-        return cast("Callable[_P, _R]", numba.njit(function, nogil=True))
+    return _compiled(function)
 
 
 def summing_kernel(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -39,11 +36,14 @@ def summing_kernel(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     NaN and infinity keep their meaning.
     """
-    options: dict[str, Any] = {"nogil": True, "fastmath": set(_REORDERED), "error_model": "numpy"}
+    return _compiled(function, fastmath=set(_REORDERED), error_model="numpy")
+
+
+def _compiled(function: Callable[_P, _R], **options: Any) -> Callable[_P, _R]:
     try:
-        return cast("Callable[_P, _R]", numba.njit(function, cache=True, **options))
-    except RuntimeError:  # as above
-        return cast("Callable[_P, _R]", numba.njit(function, **options))
+        return cast("Callable[_P, _R]", numba.njit(function, nogil=True, cache=True, **options))
+    except RuntimeError:  # "no locator available": numba looks for a place while it decorates
+        return cast("Callable[_P, _R]", numba.njit(function, nogil=True, **options))
 
 
 @intrinsic

@@ -50,12 +50,6 @@ async def run_gateway(settings: GatewaySettings, keys: Keys, ending: Ending) -> 
         reasoning_parser=settings.reasoning_parser,
     )
     async with ClientSession() as session:
-        limits = ConductorLimits(
-            deadline_s=settings.deadline_s,
-            poll_s=settings.poll_s,
-            standing_poll_s=settings.watch_s,
-            lag_limit_s=settings.lag_limit_s,
-        )
         targets = [
             HttpTarget(name, url, keys.control, session, deadline_s=settings.call_s)
             for name, url in settings.replicas.items()
@@ -65,7 +59,7 @@ async def run_gateway(settings: GatewaySettings, keys: Keys, ending: Ending) -> 
             targets,
             BucketSnapshots(bucket, settings.run),
             SystemClock(),
-            limits,
+            _limits(settings),
             ledger=ledger,
             groups=_groups(settings),
         )
@@ -92,6 +86,15 @@ async def run_gateway(settings: GatewaySettings, keys: Keys, ending: Ending) -> 
         )
         app.add_middleware(AccountKey)
         await Server(app, taken).run_until(ending)
+
+
+def _limits(settings: GatewaySettings) -> ConductorLimits:
+    return ConductorLimits(
+        deadline_s=settings.deadline_s,
+        poll_s=settings.poll_s,
+        standing_poll_s=settings.watch_s,
+        lag_limit_s=settings.lag_limit_s,
+    )
 
 
 def _groups(settings: GatewaySettings) -> list[Group]:

@@ -335,13 +335,11 @@ class Core:
             yield self._began(row) if row in admitted else self._unmet(row)
         everyone = [*rows, *admitted]
         if everyone:
-            given = [] if logits is None or not rows else [logits]
+            given = [logits] if logits is not None and rows else []
             given += [self._prompt_logits[row.slot][None] for row in admitted]
-            asks = [row.ask() for row in everyone]
-            for row, drawn in zip(
-                everyone, sample(given[0] if len(given) == 1 else torch.cat(given), asks), strict=True
-            ):
-                yield self._accept(row, drawn)
+            drawn = sample(given[0] if len(given) == 1 else torch.cat(given), [row.ask() for row in everyone])
+            for row, one in zip(everyone, drawn, strict=True):
+                yield self._accept(row, one)
 
     def _unmet(self, row: Row) -> Failed:
         self._drop(row)
