@@ -20,6 +20,7 @@ from slackwater.config.in_flight import InFlight
 from slackwater.ids import Version
 from slackwater.rollout.completer import Answer
 from slackwater.rollout.request import CompletionRequest
+from slackwater.rollout.routes import Routing
 
 Proof = Callable[[], str | None]
 """Looks at the bits that a commit has written, and says what is wrong with them. Blocks; any thread."""
@@ -41,6 +42,8 @@ class EngineDescription:
     hardware give equal log-probabilities."""
     eos_token_ids: tuple[int, ...]
     """Tokens that end an answer, from the checkpoint's generation config."""
+    routing: Routing | None = None
+    """What its routers choose from; None: it has none, or doesn't tell."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

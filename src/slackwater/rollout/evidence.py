@@ -86,6 +86,9 @@ class TokenStep:
     """Natural log of the token's probability by the raw logits; None where it isn't told."""
     mask: bytes | None = None
     """The support that it was drawn from, see `pack_mask`; None where it isn't told."""
+    routes: bytes | None = None
+    """Rows of routes, see `slackwater.rollout.routes.Routing`: of the positions before this token's that no earlier
+    step told of, from the request's ``routes_from`` on. None: not asked for, or the model has no router."""
     provisional: bool = False
     """The bits of ``version`` had not been compared with its manifest yet."""
     moved: Origin | None = None

@@ -180,8 +180,17 @@ class CompletionRequest:
     continued: int = 0
     """How many of the prompt's last ids are tokens of this very answer, which another replica sampled: penalties take
     them as such."""
+    routes_from: int | None = None
+    """Report the routes of positions from this one on; None: of none."""
+    forced_routes: bytes = b""
+    """Router replay: the experts of the first positions, rows as of `slackwater.rollout.routes.Routing`; routers weigh
+    them, and choose for later positions as ever. KV made so is shared with nobody."""
 
     def __post_init__(self) -> None:
+        if self.routes_from is not None and not 0 <= self.routes_from < len(self.prompt_ids):
+            raise InvalidInputError(
+                f"routes are asked for from position {self.routes_from}", hint="name a position of the prompt"
+            )
         if not self.prompt_ids:
             raise InvalidInputError("the prompt is empty", hint="send at least one token")
         if not 0 <= self.continued < len(self.prompt_ids):

@@ -54,6 +54,20 @@ class Piece:
     """At least one."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pass:
+    """What one run through the model computes, and of which pieces the logits after the last token are wanted."""
+
+    pieces: Sequence[Piece]
+    """Each of another slot."""
+    wanted: Sequence[int]
+    """Indices of pieces, rising."""
+    padded_to: int = 0
+    """Tokens of the pass where its shape has to be the same whoever is in it."""
+    every_logit: bool = False
+    """Make logits of all tokens, padding too, so that this product has the same shape as well."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Batch:
     """Pieces side by side, as the model and the store take them."""

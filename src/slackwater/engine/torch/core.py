@@ -7,20 +7,27 @@ what shares a pass. Weights change between steps only: a step has one version, a
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from slackwater.config.in_flight import InFlight
-from slackwater.engine.torch.batch import CHUNK, Batch, Piece, Shaping
+from slackwater.engine.torch.batch import CHUNK, Pass, Piece, Shaping
 from slackwater.engine.torch.model import LoadedModel
 from slackwater.engine.torch.prefix import SlotTable
+from slackwater.engine.torch.runners import runner_of
 from slackwater.engine.torch.sampler import Drawn, sample
 from slackwater.engine.torch.sequence import Began, Ended, Event, Failed, Made
 from slackwater.engine.torch.sequence import Sequence as Row
-from slackwater.engine.torch.slots import SlotStore
-from slackwater.errors import ContextLengthError, CorruptError, InvalidInputError, PolicyUnmetError, UnavailableError
+from slackwater.errors import (
+    ContextLengthError,
+    CorruptError,
+    InvalidInputError,
+    PolicyUnmetError,
+    UnavailableError,
+    UnsupportedError,
+)
 from slackwater.ids import Version
 from slackwater.rollout.evidence import Finish, grown
 from slackwater.rollout.request import CompletionRequest
@@ -56,8 +63,9 @@ class Core:
         self._model: Final = model
         self._window: Final = window
         self._shaping: Final = shaping
-        self._store: Final = SlotStore(model, slots=shaping.slots, window=window, threads=threads)
-        self._table: Final = SlotTable(slots=shaping.slots, chunk=shaping.shared_by)
+        self._runner: Final = runner_of(model, slots=shaping.slots, window=window, threads=threads)
+        anywhere = self._runner.anywhere
+        self._table: Final = SlotTable(slots=shaping.slots, chunk=shaping.shared_by, anywhere=anywhere)
         self._prompt_logits: Final[dict[int, Tensor]] = {}
         self._rows: Final[dict[int, Row]] = {}
         self._waiting: Final[deque[Row]] = deque()
@@ -88,7 +96,8 @@ class Core:
 
         Raises:
             ContextLengthError: The prompt fills the window.
-            InvalidInputError: A token id is outside of the vocabulary.
+            InvalidInputError: A token id is outside of the vocabulary, or routes to force don't fit.
+            UnsupportedError: There are routes to force, and no router.
         """
         length = len(request.prompt_ids)
         if length >= self._window:
@@ -99,6 +108,8 @@ class Core:
         self._check_ids(request.prompt_ids)
         self._check_ids(request.forced_ids)
         self._check_ids(request.sampling.named_ids)
+        if request.forced_routes:
+            self._check_routes(request)
 
     def add(self, key: int, request: CompletionRequest, *, seed: int, ahead: bool = False) -> None:
         """Queue a request that passed `check`, under a key that isn't in use; its draws use ``seed``.
@@ -196,7 +207,7 @@ class Core:
 
     def close(self) -> None:
         """End the threads that it has."""
-        self._store.close()
+        self._runner.close()
 
     def _row(self, key: int, request: CompletionRequest, *, seed: int) -> Row:
         return Row(
@@ -264,14 +275,17 @@ class Core:
         """Give the first that waits a slot. None: it has to wait, for a slot or for rows that it will share."""
         if not self._waiting:
             return None
-        prompt, any_kv = self._waiting[0].request.prompt_ids, self._waiting[0].request.policy.any_kv
-        seat = self._table.take(prompt, self._version, any_kv=any_kv)
+        request = self._waiting[0].request
+        prompt, private = request.prompt_ids, bool(request.forced_routes)
+        seat = self._table.take(prompt, self._version, any_kv=request.policy.any_kv, private=private)
         if seat is None:
             return None
         row = self._waiting.popleft()
         row.slot, row.kv, row.cached = seat.slot, seat.kv, seat.shared
-        if seat.source != seat.slot:
-            self._store.copy(seat.slot, source=seat.source, count=seat.shared)
+        if seat.shared:
+            self._runner.copy(seat.slot, source=seat.source, count=seat.shared)
+        if self._runner.routes:
+            self._runner.routes.force(seat.slot, request.forced_routes)
         whole = seat.shared == len(prompt)
         if whole:
             self._prompt_logits[seat.slot] = self._prompt_logits[seat.source]
@@ -300,10 +314,10 @@ class Core:
     def _pass(self, rows: list[Row], fills: Sequence[_Fill], *, padded_to: int = 0) -> Iterator[Event]:
         """Run the newest tokens of ``rows`` and what ``fills`` says through the model, and draw what follows."""
         newest = (Piece(slot=row.slot, start=row.position - 1, tokens=row.tokens[-1:]) for row in rows)
-        batch = Batch.of([*newest, *(fill.piece for fill in fills)], padded_to=padded_to)
-        ends = [*batch.ends[: len(rows)], *(batch.ends[len(rows) + at] for at, fill in enumerate(fills) if fill.ends)]
-        # Padded, all slots' logits are made: the shape is the same whoever is in them.
-        logits = self._forward(batch, 0 if rows and padded_to else torch.tensor(ends, dtype=torch.long))
+        wanted = [*range(len(rows)), *(len(rows) + at for at, fill in enumerate(fills) if fill.ends)]
+        pieces = [*newest, *(fill.piece for fill in fills)]
+        fixed = bool(rows) and padded_to > 0
+        logits = self._runner.run(Pass(pieces=pieces, wanted=wanted, padded_to=padded_to, every_logit=fixed))
         for row in rows:
             row.kv = grown(row.kv, self._version, row.position)
         done = [fill.row for fill in fills if fill.ends]
@@ -327,6 +341,8 @@ class Core:
         else:
             self._filling.remove(row)
             self._prompt_logits[row.slot] = logits.clone()
+            self._runner.mark(row.slot)
+            self._table.mark(row.slot)
 
     def _draw(self, rows: Sequence[Row], logits: Tensor | None, firsts: Sequence[Row]) -> Iterator[Event]:
         """Draw the next token of ``rows`` from ``logits``, and the first of ``firsts``."""
@@ -356,19 +372,6 @@ class Core:
     def _decodable(self) -> list[Row]:
         return [row for row in self._rows.values() if row.made and row.ready and row not in self._again]
 
-    def _forward(self, batch: Batch, keep: Tensor | int) -> Tensor:
-        self._store.aim(batch)
-        module: Any = self._model.module
-        output = module(
-            input_ids=batch.ids,
-            position_ids=batch.positions,
-            past_key_values=self._store,
-            use_cache=True,
-            logits_to_keep=keep,
-            store=self._store,
-        )
-        return output.logits[0]
-
     def _accept(self, row: Row, drawn: Drawn | None) -> Event:
         if drawn is None:
             self._table.empty(row.slot)
@@ -376,12 +379,20 @@ class Core:
             self._drop(row)
             where = f"version {self._version} made logits that are no numbers at position {row.position}"
             return Failed(key=row.key, error=CorruptError(where, hint="put the previous version back"))
-        step = row.accept(drawn, self._version)
+        step = row.accept(drawn, self._version, routes=self._routes(row))
         if step.finish:
-            if not self._shaping.invariant:
+            if not self._shaping.invariant and not row.request.forced_routes:
                 self._table.extend(row.slot, row.tokens[:-1], row.kv)
             self._drop(row)
         return Made(key=row.key, step=step)
+
+    def _routes(self, row: Row) -> bytes | None:
+        """The routes that no step of an answer has told of yet, if it asks for any."""
+        store, begin = self._runner.routes, row.request.routes_from
+        if store is None or begin is None:
+            return None
+        prompt = len(row.request.prompt_ids)
+        return store.told(row.slot, begin if not row.made else prompt + row.made - 1, prompt + row.made)
 
     def _drop(self, row: Row) -> None:
         del self._rows[row.key]
@@ -398,6 +409,16 @@ class Core:
             return Ended(key=row.key, finish=Finish.POLICY_CHANGED)
         cut = in_flight in (InFlight.ABORT, InFlight.DRAIN)
         return Ended(key=row.key, finish=Finish.SWAPPED) if cut else None
+
+    def _check_routes(self, request: CompletionRequest) -> None:
+        if self._runner.routes is None:
+            raise UnsupportedError("this model has no router to force", hint="send no routes")
+        rows, most = self._runner.routes.routing.check(request.forced_routes), len(request.prompt_ids)
+        if rows > most + len(request.forced_ids):
+            raise InvalidInputError(
+                f"routes of {rows} positions, prompt and forced tokens have {most + len(request.forced_ids)}",
+                hint="send at most as many",
+            )
 
     def _check_ids(self, ids: Sequence[int]) -> None:
         bad = next((token for token in ids if not 0 <= token < self._model.vocab_size), None)

@@ -104,6 +104,7 @@ class TorchEngine:
             slots=slots,
             numerics=model.numerics(f"{shaping}, {threads} threads"),
             eos_token_ids=model.eos_token_ids,
+            routing=model.routing,
         )
         # Compiling stops every thread for seconds: here nobody is served yet.
         await asyncio.to_thread(warm, {spec.bits_dtype for spec in model.specs.values()})

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -14,12 +14,14 @@ from torch import nn
 
 from slackwater.checkpoint.tensor import TensorSpec
 from slackwater.engine.placement import place
+from slackwater.engine.torch.architectures import MEMORY, Memory
 from slackwater.engine.torch.arena import gather
 from slackwater.engine.torch.attention import ATTENTION, LANES
 from slackwater.errors import CorruptError, NotFoundError, UnsupportedError
+from slackwater.rollout.routes import Routing
 
-SUPPORTED: Final = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""Architectures whose forward pass positions and our attention drive completely."""
+SUPPORTED: Final = tuple(MEMORY)
+"""Architectures that are served."""
 
 _LEAST_WINDOW: Final = 2
 _MISFITS: Final = (
@@ -56,6 +58,12 @@ class LoadedModel:
     kv_heads: int
     head_dim: int
     eos_token_ids: tuple[int, ...]
+    memory: Memory
+    """What its layers keep between passes."""
+    routing: Routing | None = None
+    """What its routers choose from; None: it has none."""
+    routers: Mapping[int, nn.Module] = field(default_factory=dict[int, nn.Module])
+    """By number of layer, rising: modules that return, among other things, ``[tokens, per_token]`` int64 expert ids."""
 
     def numerics(self, shapes: str) -> str:
         """Fingerprint of the arithmetic; ``shapes`` says in which shapes the caller runs it."""
@@ -93,6 +101,7 @@ def load(folder: Path) -> LoadedModel:
         kv_heads=int(config.num_key_value_heads),
         head_dim=_head_dim(config),
         eos_token_ids=_listed(config.eos_token_id) if ends is None else ends,
+        memory=MEMORY[architecture],
     )
 
 

@@ -3,6 +3,9 @@
 They are rows of the weights in place, unless a request takes those of any weights. In chunks of more than one token
 only rows that prefill computed are shared, in whole chunks or as a whole prompt: exactly the bits that the new answer's
 own prefill would make.
+
+Some models remember no rows, but a state that can't be cut: then a slot has at most two points up to which it can be
+shared, the one marked at its prompt's end and the end of all that it remembers.
 """
 
 from collections.abc import Sequence
@@ -24,6 +27,10 @@ class _Slot:
     """Which weights computed the prompt's rows that are in place."""
     fresh: bool = True
     """No row was computed before the last exchange of weights."""
+    marked: int = 0
+    """Where states can't be cut: the prompt's end, once it is in place."""
+    end: int = 0
+    """Likewise: where the answer ended."""
     whole: bool = False
     """The prompt is in place, and its logits under the weights in place are known."""
     free: bool = True
@@ -58,9 +65,11 @@ class SlotTable:
     Args:
         slots: How many.
         chunk: Rows are shared in multiples of so many.
+        anywhere: What a slot remembers can be cut anywhere; else at its points only.
     """
 
-    def __init__(self, *, slots: int, chunk: int) -> None:
+    def __init__(self, *, slots: int, chunk: int, anywhere: bool = True) -> None:
+        self._anywhere: Final = anywhere
         self._slots: Final = [_Slot() for _ in range(slots)]
         self._chunk: Final = chunk
         self._tick = 0
@@ -70,7 +79,9 @@ class SlotTable:
         """Slots in use."""
         return sum(not slot.free for slot in self._slots)
 
-    def take(self, prompt: tuple[int, ...], version: Version, *, any_kv: bool = False) -> Seat | None:
+    def take(
+        self, prompt: tuple[int, ...], version: Version, *, any_kv: bool = False, private: bool = False
+    ) -> Seat | None:
         """Take the longest free slot, or a free one of which everything is of use.
 
         None: none is free, or a prompt that is being computed will soon have more to share than there is now.
@@ -79,10 +90,13 @@ class SlotTable:
             prompt: For which it is.
             version: Label of the weights in place.
             any_kv: Rows of other weights will do too.
+            private: Its rows are like nobody else's: none are taken and none given.
         """
         free = [index for index, slot in enumerate(self._slots) if slot.free]
         if not free:
             return None
+        if private:
+            prompt = ()
         source, shared = self._share(prompt, version, any_kv=any_kv)
         if shared < len(prompt) and self._more_soon(prompt, shared):
             return None
@@ -114,11 +128,16 @@ class SlotTable:
         """
         held = self._slots[slot]
         held.prompt, held.kv, held.whole = (*held.prompt, *tokens), kv, held.whole and not tokens
+        held.end = len(held.prompt)
+
+    def mark(self, slot: int) -> None:
+        """Record that what is remembered now, the whole prompt, stays at hand."""
+        self._slots[slot].marked = self._slots[slot].filled
 
     def empty(self, slot: int) -> None:
         """Forget the slot's rows: they are computed anew, or nobody may have them."""
         held = self._slots[slot]
-        held.kv, held.fresh, held.whole = (), True, False
+        held.kv, held.fresh, held.whole, held.marked, held.end = (), True, False, 0, 0
 
     def release(self, slot: int) -> None:
         """Free a slot; its prompt can be shared until another answer takes it."""
@@ -148,15 +167,20 @@ class SlotTable:
         """Whether a prompt that is being computed will have enough more to share to wait for it."""
         filling = (slot for slot in self._slots if not slot.free and not slot.whole and slot.filled < len(slot.prompt))
         least = shared + max(self._chunk, _WORTH)
-        return any(
-            slot.prompt == prompt or self._whole_chunks(common(slot.prompt, prompt), prompt) >= least
-            for slot in filling
-        )
+        return any(slot.prompt == prompt or self._shareable(slot, slot.prompt, prompt) >= least for slot in filling)
 
     def _common(self, slot: _Slot, prompt: tuple[int, ...]) -> int:
         if slot.whole and slot.prompt == prompt:
             return len(prompt)
-        return self._whole_chunks(min(slot.filled, common(slot.prompt, prompt)), prompt)
+        return self._shareable(slot, slot.prompt[: slot.filled], prompt)
+
+    def _shareable(self, slot: _Slot, held: tuple[int, ...], prompt: tuple[int, ...]) -> int:
+        """How many tokens of ``prompt`` a slot can give once ``held`` is in place."""
+        count = common(held, prompt)
+        if not self._anywhere:
+            points = (slot.marked, slot.end) if slot.marked else (len(held),)
+            count = max((point for point in points if point <= count and not point % self._chunk), default=0)
+        return self._whole_chunks(count, prompt)
 
     def _whole_chunks(self, count: int, prompt: tuple[int, ...]) -> int:
         # The last token is always computed, with its chunk: its logits are what prefill is for.

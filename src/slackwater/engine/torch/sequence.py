@@ -121,8 +121,8 @@ class Sequence:
             tally=self.tally,
         )
 
-    def accept(self, drawn: Drawn, version: Version) -> TokenStep:
-        """Take a token as the answer's next one."""
+    def accept(self, drawn: Drawn, version: Version, *, routes: bytes | None = None) -> TokenStep:
+        """Take a token as the answer's next one; ``routes`` are told with it."""
         kv, self.tell_kv = grown(self.kv, version, self.position) if self.tell_kv else (), False
         self.tokens.append(drawn.token_id)
         if self.tally is not None:
@@ -137,6 +137,7 @@ class Sequence:
             kv=kv,
             raw_logprob=drawn.raw_logprob,
             mask=drawn.mask,
+            routes=routes,
             finish=self._finish(),
         )
 

@@ -1,0 +1,46 @@
+"""What the core runs passes with: a model, and what its layers remember of every slot."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from slackwater.engine.torch.batch import Pass
+from slackwater.engine.torch.routing import RouteStore
+
+
+class Runner(Protocol):
+    """One thread calls every method, under torch's inference mode.
+
+    A slot remembers the tokens of the pieces that it was given, each of which begins where the one before it ended. A
+    piece that begins at 0 makes it forget what was there.
+    """
+
+    @property
+    def anywhere(self) -> bool:
+        """Whether `copy` can give any number of first tokens; else the marked ones, and all that there are."""
+        ...
+
+    @property
+    def routes(self) -> RouteStore | None:
+        """Routes of what the slots remember; None where the model has no router."""
+        ...
+
+    def run(self, work: Pass) -> Tensor:
+        """Compute.
+
+        Returns:
+            ``[len(wanted), vocab]``: logits after the last tokens of the wanted pieces.
+        """
+        ...
+
+    def copy(self, slot: int, *, source: int, count: int) -> None:
+        """Make ``slot`` remember what ``source`` does of its first ``count`` tokens, and no more."""
+        ...
+
+    def mark(self, slot: int) -> None:
+        """Have what is remembered now at hand for `copy`, whatever follows; until the next mark of this slot."""
+        ...
+
+    def close(self) -> None:
+        """End the threads that it has."""
+        ...
