@@ -40,6 +40,7 @@ _UNMEASURED: Final = {"llama.cpp": "its wheel on PyPI has no prebuilt binary"}
 _EXACT: Final = frozenset(
     {"wrong_answers", "logprob_fp32_most", "logprob_bf16_mean", "logprob_bf16_p99", "invariant_parted"}
 )
+_FLOORS: Final = {"bf16_sdpa_vs_eager": "bfloat16, sdpa / eager", "bf16_vs_fp32": "sdpa, bfloat16 / float32"}
 
 Show = Callable[[object], None]
 
@@ -147,7 +148,7 @@ def run(model: Path, work: Path, scale: Scale, python: str | None, show: Show) -
     limits = _limits(model, scale, work)
     show(engine_tables.loads(figures, missing, limits))
     own = engine_own.measured(us, folders, settings, scale.single(scale.held), repeats=scale.repeats, work=work)
-    show(engine_tables.exact(own.exact, own.parting))
+    show(engine_tables.exact(own.exact, own.floor, own.parting))
     return Measured(scale=scale, figures=figures, limits=limits, own=own)
 
 
@@ -201,6 +202,8 @@ def claims(measured: Measured) -> list[Claim]:
         "logprob_fp32_most": own.exact["float32 / float32"].most,
         "logprob_bf16_mean": own.exact["bfloat16 / bfloat16"].mean,
         "logprob_bf16_p99": own.exact["bfloat16 / bfloat16"].p99,
+        "logprob_bf16_vs_fp32_mean": own.exact["bfloat16 / float32"].mean,
+        **{f"transformers_{name}_mean": own.floor[pair].mean for name, pair in _FLOORS.items()},
         "greedy_parted": own.parting.parted,
         "invariant_parted": own.invariant_parting.parted,
     }

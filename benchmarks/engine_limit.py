@@ -13,7 +13,11 @@ from typing import Any, Final
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
+
+from slackwater.engine.torch.kernels import tiles
+from slackwater.engine.torch.kernels.linear import Linear
+from slackwater.engine.torch.kernels.team import Team
 
 _LEAST_RUNS: Final = 3
 _ENOUGH_S: Final = 1.0
@@ -23,6 +27,7 @@ _EMBEDDING: Final = "model.embed_tokens.weight"
 _DTYPES: Final = (torch.bfloat16, torch.float32)
 
 Product = Callable[[Tensor], Tensor]
+Form = Callable[[Tensor, int], Product]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,21 +65,52 @@ def packed(weight: Tensor, batch: int) -> Product:
     return lambda rows: ops._linear_pointwise(rows, laid, None, "none", [], "")  # noqa: SLF001 - likewise
 
 
+def tiled(team: Team) -> Form:
+    """As our engine does it where the processor has AMX, over weights as they lie."""
+    linear = Linear(team)
+
+    def form(weight: Tensor, batch: int) -> Product:
+        del batch
+        module = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
+        module.weight = nn.Parameter(weight, requires_grad=False)
+        linear.install(module)
+        return module.forward
+
+    return form
+
+
 def limits(folder: Path, batches: Sequence[int], threads: Sequence[int]) -> list[Limit]:
     """Measure every batch in every way."""
     found: list[Limit] = []
     for dtype in _DTYPES:
         weights = [tensor.to(dtype) for tensor in matrices(folder)]
-        for form in (plain, packed):
-            for count in threads:
-                torch.set_num_threads(count)
-                way = f"{str(dtype).removeprefix('torch.')}, {form.__name__}, {count} threads"
+        for count in threads:
+            torch.set_num_threads(count)
+            for form in (plain, packed):
+                way = f"{_name(dtype)}, {form.__name__}, {count} threads"
                 found.extend(_limit(way, weights, form, batch) for batch in batches)
+    return [*found, *_tiled_limits(folder, batches, threads)]
+
+
+def _tiled_limits(folder: Path, batches: Sequence[int], threads: Sequence[int]) -> list[Limit]:
+    if not tiles.available():
+        return []
+    weights, found = [tensor.to(torch.bfloat16) for tensor in matrices(folder)], list[Limit]()
+    for count in threads:
+        team = Team(count)
+        with team.awake():
+            way = f"{_name(torch.bfloat16)}, our kernel, {count} threads"
+            found.extend(_limit(way, weights, tiled(team), batch) for batch in batches)
+        team.close()
     return found
 
 
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 @torch.inference_mode()
-def _limit(way: str, weights: Sequence[Tensor], form: Callable[[Tensor, int], Product], batch: int) -> Limit:
+def _limit(way: str, weights: Sequence[Tensor], form: Form, batch: int) -> Limit:
     products = [form(weight, batch) for weight in weights]
     rows = {weight.shape[1]: torch.randn(batch, weight.shape[1], dtype=weight.dtype) for weight in weights}
     inputs = [rows[weight.shape[1]] for weight in weights]

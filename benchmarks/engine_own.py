@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from engine_exact import Differences, Parting, differences, parting
+from engine_exact import Differences, Parting, differences, parting, passes
 from engine_load import Figures, Load
 from engine_peers import Contender, Settings, carried
 
@@ -27,6 +27,8 @@ class Own:
     """The same as ``plain``, where company changes no bit."""
     exact: Mapping[str, Differences]
     """By dtype of the engine, and of the pass after a slash."""
+    floor: Mapping[str, Differences]
+    """Of two plain passes over the same answers, by what differs between them."""
     parting: Parting
     """Of greedy answers."""
     invariant_parting: Parting
@@ -60,6 +62,7 @@ def measured(
         "bound": carried(us, {**settings, "dtype": "bfloat16", "batch_invariant": True}, [*seeds, *greedy], work),
     }
     free, bound = runs["bfloat16"], runs["bound"]
+    bf16, fp32, answers = folders["bfloat16"], folders["float32"], _of(free, _KEPT)[0].kept
     return Own(
         plain=_of(free, _PLAIN),
         evidence=_of(free, _EVIDENCE),
@@ -67,6 +70,10 @@ def measured(
         exact={
             f"{dtype} / {other}": differences(folders[other], other, _of(runs[dtype], _KEPT)[0].kept)
             for dtype, other in (("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float32", "float32"))
+        },
+        floor={
+            "bfloat16, sdpa / eager": passes((bf16, "bfloat16", "sdpa"), (bf16, "bfloat16", "eager"), answers),
+            "sdpa, bfloat16 / float32": passes((bf16, "bfloat16", "sdpa"), (fp32, "float32", "sdpa"), answers),
         },
         parting=parting(_of(free, _ALONE)[0].kept, _of(free, _TOGETHER)[0].kept),
         invariant_parting=parting(_of(bound, _ALONE)[0].kept, _of(bound, _TOGETHER)[0].kept),

@@ -52,11 +52,14 @@ def median(runs: Sequence[Figures]) -> Figures:
     return sorted(runs, key=lambda run: run.tokens_per_s)[(len(runs) - 1) // 2]
 
 
-def exact(found: Mapping[str, Differences], parting: Parting) -> Table:
-    """Log-probabilities beside those of a plain forward pass, by the dtypes of both."""
+def exact(found: Mapping[str, Differences], floor: Mapping[str, Differences], parting: Parting) -> Table:
+    """Log-probabilities beside those of a plain forward pass, by the dtypes of both; and two plain passes' own."""
     table = _table("Log-probabilities beside a plain forward pass, nats", ("engine / pass", "mean", "p99", "most"))
     for dtype, item in found.items():
         table.add_row(dtype, f"{item.mean:.2g}", f"{item.p99:.2g}", f"{item.most:.2g}")
+    table.add_section()
+    for pair, item in floor.items():
+        table.add_row(f"transformers: {pair}", f"{item.mean:.2g}", f"{item.p99:.2g}", f"{item.most:.2g}")
     table.caption = (
         f"Greedy answers alone and in a batch: {parting.parted} of {parting.answers} part, at token {parting.first:g}"
     )

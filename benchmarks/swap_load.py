@@ -18,6 +18,7 @@ from slackwater.engine.scatter import warm
 from slackwater.engine.torch.batch import Shaping
 from slackwater.engine.torch.core import Core
 from slackwater.engine.torch.engine import TorchEngine
+from slackwater.engine.torch.grammars import Grammars
 from slackwater.engine.torch.model import load
 from slackwater.errors import SlackwaterError
 from slackwater.ids import BootId, ReplicaId, RequestId, RunId, Version
@@ -95,7 +96,8 @@ async def open_engine(folder: Path, version: Version, clock: StillClock) -> tupl
     )
     core = Core(model, shaping, window=window, version=version)
     origin = Origin(replica=ReplicaId("replica-0"), boot=BootId("boot-0"), run=RUN, seed=0)
-    engine = TorchEngine(model, core, description=description, origin=origin, threads=1, clock=clock)
+    grammars = Grammars(folder, ends=model.eos_token_ids, vocabulary=model.vocab_size)
+    engine = TorchEngine(model, core, grammars=grammars, description=description, origin=origin, threads=1, clock=clock)
     return engine, Live(tensors=model.parameters)
 
 

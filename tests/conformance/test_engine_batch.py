@@ -12,9 +12,9 @@ from core_rig import run, steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slackwater.engine.torch.attention import attend, put
 from slackwater.engine.torch.batch import PASS_TOKENS, Batch, Piece, Shaping
 from slackwater.engine.torch.core import Core
+from slackwater.engine.torch.kernels.attention import attend, put
 from slackwater.engine.torch.model import load
 from slackwater.engine.torch.sequence import Began, Event
 from slackwater.errors import UnsupportedError

@@ -19,6 +19,8 @@ from numba.extending import intrinsic, overload
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_entries: Final[list[Any]] = []
+"""Kept alive: their addresses are in use."""
 _REORDERED: Final = frozenset({"reassoc", "contract", "nsz", "arcp"})
 
 
@@ -44,6 +46,29 @@ def _compiled(function: Callable[_P, _R], **options: Any) -> Callable[_P, _R]:
         return cast("Callable[_P, _R]", numba.njit(function, nogil=True, cache=True, **options))
     except RuntimeError:  # "no locator available": numba looks for a place while it decorates
         return cast("Callable[_P, _R]", numba.njit(function, nogil=True, **options))
+
+
+def instruction(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a function of numba's types, and of a context before them, the maker of an instruction that kernels can use.
+
+    See ``numba.extending.intrinsic``; literal arguments come as literal types.
+    """
+    return cast("Callable[..., Any]", intrinsic(prefer_literal=True)(function))
+
+
+def entry(function: Callable[[int, int, int], None]) -> int:
+    """Compile a function of three words, to be called by its address for as long as this process lives.
+
+    Returns:
+        The address.
+    """
+    signature = types.void(types.int64, types.int64, types.int64)
+    try:
+        compiled: Any = numba.cfunc(signature, cache=True)(function)
+    except RuntimeError:  # as above
+        compiled = numba.cfunc(signature)(function)
+    _entries.append(compiled)
+    return int(compiled.address)
 
 
 @intrinsic

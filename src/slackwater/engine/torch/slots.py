@@ -1,125 +1,63 @@
-"""The KV store: fixed memory, a row per slot and position, which passes write and attention reads in place."""
+"""The KV store: fixed memory, which passes write and attention reads in place."""
 
-import math
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from slackwater.engine.torch.attention import Rows, attend, put
 from slackwater.engine.torch.batch import Batch, Piece
+from slackwater.engine.torch.kernels.team import Team
 from slackwater.engine.torch.model import LoadedModel
-
-_LINE: Final = 32
-"""Windows are multiples of this, so that rows begin at cache lines."""
-_SHARED_FROM: Final = 1 << 11
-"""Keys by heads of a pass from which a second thread is worth waking."""
-
-_Places = npt.NDArray[np.int64]
+from slackwater.engine.torch.rows import PlainRows, Rows
+from slackwater.engine.torch.tile_rows import TileRows
 
 
 class SlotStore(Cache):
-    """Keys and values of every layer.
+    """Keys and values of every layer, as transformers' layers meet them.
 
-    Aim it at a batch, then run the model with it as ``past_key_values`` and ``store``. Memory is touched only as far as
-    it is used. Rows that other weights or answers left behind are never read: a token sees the positions of its slot up
-    to its own.
+    Aim it at a batch, then run the model with it as ``past_key_values`` and ``store``.
 
     Args:
         model: Gives the shapes.
         slots: Rows.
         window: Most positions.
-        threads: That attention may use.
+        team: Who shares attention.
     """
 
-    def __init__(self, model: LoadedModel, *, slots: int, window: int, threads: int = 1) -> None:
+    def __init__(self, model: LoadedModel, *, slots: int, window: int, team: Team) -> None:
         super().__init__(layers=[])
-        self._dtype: Final = torch.bfloat16 if model.dtype == torch.bfloat16 else torch.float32
-        self._heads: Final = model.kv_heads
-        width = -(-window // _LINE) * _LINE
-        rows, size = (slots, model.kv_heads), model.head_dim
-        self._keys: Final = [_zeros((*rows, size, width), self._dtype) for _ in range(model.layers)]
-        self._values: Final = [_zeros((*rows, width, size), self._dtype) for _ in range(model.layers)]
-        self._scratch: Final = [np.empty(width, dtype=np.float32) for _ in range(threads)]
-        self._pool: Final = ThreadPoolExecutor(threads - 1, thread_name_prefix="attention") if threads > 1 else None
-        self._slots: _Places = np.empty(0, dtype=np.int64)
-        self._places: _Places = np.empty(0, dtype=np.int64)
-        self._parts: tuple[tuple[int, int], ...] = ()
-        self._warm(model.head_dim)
+        self.rows: Final[Rows] = (
+            TileRows(model, slots=slots, window=window, team=team)
+            if TileRows.fits(model)
+            else PlainRows(model, slots=slots, window=window, threads=team.threads)
+        )
+        self._warm(model)
 
     def aim(self, batch: Batch) -> None:
-        """Make the next pass write and read the rows of ``batch``."""
-        self._slots, self._places = batch.slots, batch.places
-        work = np.cumsum(batch.places + 1)
-        threads = len(self._scratch) if work[-1] * self._heads >= _SHARED_FROM else 1
-        cuts = [0, *(int(np.searchsorted(work, work[-1] * part / threads)) for part in range(1, threads)), len(work)]
-        self._parts = tuple((cuts[part], cuts[part + 1]) for part in range(threads))
+        """See `Rows.aim`."""
+        self.rows.aim(batch)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write the pass's keys and values, ``[1, kv_heads, tokens, head_dim]``. Called by each layer."""
+        """See `Rows.put`. Called by each layer."""
         del args, kwargs
-        states = (self._bits(key_states[0]), self._bits(value_states[0]))
-        put(self._keys[layer_idx], self._values[layer_idx], *states, self._slots, self._places)
+        self.rows.put(layer_idx, key_states, value_states)
         return key_states, value_states
 
     def attend(self, layer: int, query: Tensor, scaling: float) -> Tensor:
-        """Attention of the pass's tokens over what is written.
-
-        Args:
-            layer: Whose rows.
-            query: ``[1, heads, tokens, head_dim]``.
-            scaling: Of the scores.
-
-        Returns:
-            ``[1, tokens, heads, head_dim]``, in the query's dtype; zeros for padding.
-        """
-        queries = query[0].transpose(0, 1).to(torch.float32).contiguous().numpy()
-        out = np.zeros_like(queries)
-        rows, scale = (self._keys[layer], self._values[layer]), np.float32(scaling)
-
-        def part(number: int) -> None:
-            begin, end = self._parts[number]
-            attend(queries, *rows, self._slots, self._places, begin, end, scale, out, self._scratch[number])
-
-        others = [self._pool.submit(part, number) for number in range(1, len(self._parts))] if self._pool else []
-        part(0)
-        for other in others:
-            other.result()
-        return torch.from_numpy(out)[None].to(query.dtype)  # pyright: ignore[reportUnknownMemberType]
-
-    def copy(self, slot: int, *, source: int, count: int) -> None:
-        """Give ``slot`` the first ``count`` rows of ``source``."""
-        for keys, values in zip(self._keys, self._values, strict=True):
-            keys[slot, :, :, :count] = keys[source, :, :, :count]
-            values[slot, :, :count] = values[source, :, :count]
-
-    def close(self) -> None:
-        """End the threads."""
-        if self._pool:
-            self._pool.shutdown()
+        """See `Rows.attend`."""
+        return self.rows.attend(layer, query, scaling)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Not asked for: positions are always given. 0 keeps transformers from guessing."""
         del layer_idx
         return 0
 
-    def _warm(self, size: int) -> None:
+    def _warm(self, model: LoadedModel) -> None:
         """Have the kernels compiled: that stops every thread for seconds, so it is done before anybody is served."""
         self.aim(Batch.of([Piece(slot=0, start=0, tokens=[0])]))
-        self.update(torch.zeros(1, self._heads, 1, size), torch.zeros(1, self._heads, 1, size), 0)
-        self.attend(0, torch.zeros(1, self._heads, 1, size), 1.0)
-
-    def _bits(self, states: Tensor) -> npt.NDArray[Any]:
-        held = states.to(self._dtype).contiguous()
-        return held.view(torch.uint16).numpy() if self._dtype == torch.bfloat16 else held.numpy()
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Rows:
-    # numpy asks the system for zeroed pages, which cost nothing until they are used.
-    return np.zeros(math.prod(shape), np.uint16 if dtype == torch.bfloat16 else np.float32).reshape(shape)
+        none = torch.zeros(1, model.kv_heads, 1, model.head_dim)
+        self.update(none, none, 0)
+        self.attend(0, none, 1.0)

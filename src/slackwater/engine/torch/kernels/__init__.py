@@ -1,0 +1,1 @@
+"""Compiled kernels of the forward pass, and the threads that share them."""
