@@ -12,10 +12,10 @@ PYTHON_312 ?= python3.12
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
 
-$(READY): requirements.lock requirements-data.lock pyproject.toml
+$(READY): requirements.lock requirements-no-deps.lock pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-data.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-no-deps.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	touch $(READY)
 

@@ -64,7 +64,13 @@ def replica_app(completer: TableCompleter, tokenizer: ChatTokenizer) -> ASGIApp:
     async def health(request: Request) -> Response:
         del request
         return json_reply(
-            {"status": "serving", "version": completer.versions[-1], "window": completer.window(), "boot_id": "x"}
+            {
+                "status": "serving",
+                "version": completer.versions[-1],
+                "window": completer.window(),
+                "boot_id": "x",
+                "routing": completer.routing(),
+            }
         )
 
     routes = [Route("/health", health)]

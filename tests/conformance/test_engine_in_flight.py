@@ -201,6 +201,7 @@ def test_chunks_are_the_prompt_and_all_tokens_but_the_newest(length: int, tokens
     row = Sequence(key=0, request=request(0, length), seed=0, limit=60, ends=frozenset())
     for token in range(400, 400 + tokens):
         row.accept(Drawn(token_id=token, logprob=-1.0), V7)
+    row.restart()
     chunks: list[int] = []
     while row.filled < row.due:
         chunk = row.chunk(CHUNK)
@@ -368,7 +369,6 @@ def test_kv_of_any_version_makes_the_logits_of_the_new_weights_over_old_rows(fol
     row = kept.core._rows[0]
     row.tokens.clear()
     row.kv = (old,)
-    kept.core._filling.append(row)
     list(kept.core._pass([], kept.core._fills(CHUNK), padded_to=CHUNK))
     wanted = (kept.core._prompt_logits[row.slot] / 0.5).log_softmax(-1)
     assert first.logprob == pytest.approx(float(wanted[first.token_id]), abs=1e-6)

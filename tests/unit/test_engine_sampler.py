@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from depth import examples
 from slackwater.engine.torch.sampler import Ask, Drawn, sample, uniform
+from slackwater.rollout.evidence import pack_mask
 from slackwater.rollout.request import SamplingSpec
 
 LOGITS = torch.tensor([1.0, 0.0, -1.0, -2.0])
@@ -177,3 +179,51 @@ def test_what_is_drawn_is_scored_alike_when_forced(asked: Ask, seed: int) -> Non
     drawn = one(logits, asked)
     assert drawn.logprob > -math.inf
     assert one(logits, replace(asked, forced=drawn.token_id, seed=5)) == drawn
+
+
+def constrained(allowed: list[bool], asked: Ask) -> Ask:
+    return replace(asked, allowed=np.array(allowed))
+
+
+def test_a_grammars_mask_leaves_exactly_the_softmax_over_what_it_lets_come() -> None:
+    drawn = one(LOGITS, constrained([False, True, False, True], ask(tops=4, shown=True)))
+    total = math.exp(0.0) + math.exp(-2.0)
+    assert drawn.top_ids == (1, 3)
+    assert drawn.top_logprobs == pytest.approx([-math.log(total), -2.0 - math.log(total)], abs=1e-6)
+    assert drawn.mask == pack_mask((1, 3))
+    raw = torch.log_softmax(LOGITS.double(), dim=-1)
+    assert drawn.raw_logprob == pytest.approx(float(raw[drawn.token_id]), abs=1e-6)
+
+
+def test_a_grammar_comes_before_every_cut_and_bias() -> None:
+    mask = [False, False, True, True]
+    assert one(LOGITS, constrained(mask, ask(top_k=1))).token_id == 2
+    assert one(LOGITS, constrained(mask, ask(temperature=0.0))).token_id == 2
+    assert one(LOGITS, constrained(mask, ask(temperature=0.0, bias=((0, 100.0), (3, 50.0))))).token_id == 3
+    banned = replace(constrained([False, False, False, True], ask()), banned=(3,))
+    assert one(LOGITS, banned).token_id == 3
+
+
+def test_a_row_whose_grammar_leaves_nothing_is_none_and_its_neighbours_are_drawn() -> None:
+    asks = [
+        ask(),
+        constrained([False] * 4, ask()),
+        constrained([False] * 4, ask(temperature=0.0)),
+        ask(temperature=0.0),
+    ]
+    drawn = sample(LOGITS.repeat(4, 1), asks)
+    assert [row is None for row in drawn] == [False, True, True, False]
+
+
+@given(st.data())
+@settings(max_examples=examples(60), deadline=None)
+def test_each_draws_support_is_within_the_mask_and_its_mass_is_one(data: st.DataObject) -> None:
+    allowed = data.draw(st.lists(st.booleans(), min_size=12, max_size=12).filter(any))
+    logits = torch.tensor(data.draw(st.lists(st.floats(-8, 8, width=32), min_size=12, max_size=12)))
+    top_k, top_p = data.draw(st.sampled_from((0, 1, 3))), data.draw(st.sampled_from((0.5, 0.9, 1.0)))
+    drawn = one(
+        logits, constrained(allowed, ask(top_k=top_k, top_p=top_p, tops=12, seed=data.draw(st.integers(0, 99))))
+    )
+    assert drawn.token_id in drawn.top_ids
+    assert {token_id for token_id, lets in enumerate(allowed) if lets} >= set(drawn.top_ids)
+    assert sum(map(math.exp, drawn.top_logprobs)) == pytest.approx(1.0, abs=1e-5)

@@ -80,6 +80,9 @@ def test_a3_01_and_a3_02_masks_and_both_kinds_of_logprobs(
 def test_a3_03_raw_logprobs_are_what_they_are_whatever_the_sampling(fields: dict[str, object]) -> None:
     made = drawn(LOGITS, spec(**{"temperature": 0.5, **fields}), tokens=(0, 0, 1), forced=2)
     assert raw(made) == pytest.approx(-2.440190, abs=1e-6)
+    told = drawn(LOGITS, spec(**{"temperature": 0.5, "top_logprobs": 3, **fields}), tokens=(0, 0, 1))
+    assert told.raw_top_ids == (0, 1, 2)
+    assert told.raw_top_logprobs == pytest.approx((-0.440190, -1.440190, -2.440190), abs=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,8 @@ class ReplicaSettings:
     """torch threads of the engine."""
     window: int = 1024
     """Context window in tokens, at most the model's."""
+    kv_tokens: int | None = None
+    """Most positions of KV in use; None: ``slots`` times ``window``. The window is cut to it."""
     model: str = "policy"
     """The name under which the gateway asks."""
     poll_s: float = 0.2
@@ -67,6 +69,8 @@ class ReplicaSettings:
     """Answers that wait for a slot, at most; None: four for each slot."""
     max_requests: int = 1024
     """Answers under way in the process, at most."""
+    max_prompt_tokens: int | None = None
+    """Tokens of all prompts under way in the process, at most; None: no bound."""
     swaps: SwapSettings = field(default_factory=SwapSettings)
 
 
@@ -117,6 +121,8 @@ class GatewaySettings:
     """Seconds for each control call to a replica."""
     max_requests: int = 1024
     """Answers under way in the process, at most."""
+    max_prompt_tokens: int | None = None
+    """Tokens of all prompts under way in the process, at most; None: no bound."""
     lag_limit_s: float = 60.0
     """Seconds that a replica which follows the head may be behind without an alarm."""
 

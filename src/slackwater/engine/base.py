@@ -44,6 +44,8 @@ class EngineDescription:
     """Tokens that end an answer, from the checkpoint's generation config."""
     routing: Routing | None = None
     """What its routers choose from; None: it has none, or doesn't tell."""
+    kv_tokens: int | None = None
+    """Most positions of KV that answers hold together; None: it doesn't tell."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +58,10 @@ class EngineStats:
     """Answers in a slot."""
     waiting: int
     """Answers admitted and waiting for a slot."""
+    kv_used: int = 0
+    """Positions of KV in use, those kept for later prompts too; 0 where it doesn't tell."""
+    preemptions: int = 0
+    """How often an answer under way had to leave its slot to others, to go on later."""
     failure: str = ""
     """Why it no longer answers, for people; empty while it does."""
 
@@ -120,7 +126,8 @@ class Engine(TileReader, Protocol):
         Raises:
             ContextLengthError: Prompt plus one token exceeds the window. ``max_tokens`` past the window is cut to it;
                 the answer then ends with ``Finish.LENGTH``.
-            InvalidInputError: A token id is outside the vocabulary.
+            InvalidInputError: A token id is outside the vocabulary, or the grammar can't be followed.
+            UnsupportedError: It has a grammar, and the engine can't follow any.
             UnavailableError: The engine is closed or its loop died.
         """
         ...

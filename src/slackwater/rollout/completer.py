@@ -5,6 +5,7 @@ from typing import Protocol
 
 from slackwater.rollout.evidence import Finish, Origin, TokenStep
 from slackwater.rollout.request import CompletionRequest
+from slackwater.rollout.routes import Routing
 
 
 class Answer(Protocol):
@@ -62,4 +63,8 @@ class Completer(Protocol):
 
     def window(self) -> int:
         """The context window in tokens: prompt and completion together."""
+        ...
+
+    def routing(self) -> Routing | None:
+        """What the model's routers choose from; None: it has none, or that isn't known."""
         ...

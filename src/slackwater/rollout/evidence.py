@@ -84,6 +84,10 @@ class TokenStep:
     another replica took over."""
     raw_logprob: float | None = None
     """Natural log of the token's probability by the raw logits; None where it isn't told."""
+    raw_top_ids: tuple[int, ...] = ()
+    """As ``top_ids``, by the raw logits; told where raw log-probabilities and alternatives are asked for."""
+    raw_top_logprobs: tuple[float, ...] = ()
+    """As long as ``raw_top_ids``."""
     mask: bytes | None = None
     """The support that it was drawn from, see `pack_mask`; None where it isn't told."""
     routes: bytes | None = None

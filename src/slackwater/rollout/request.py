@@ -1,9 +1,10 @@
 """What is asked for: prompt, sampling and the policy versions that may answer."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from slackwater.errors import InvalidInputError
 from slackwater.ids import RequestId, Version
+from slackwater.rollout.grammar import Grammar
 
 MAX_TOP_LOGPROBS = 20
 """Most alternatives per position, as OpenAI's API has it."""
@@ -19,6 +20,7 @@ MAX_PENALTY = 2.0
 MAX_REPETITION_PENALTY = 100.0
 MAX_LOGIT_BIAS = 100.0
 MAX_BIASED_IDS = 1024
+MAX_CACHE_SALT = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,15 +29,17 @@ class SamplingSpec:
 
     *Raw* logits are the model's. *Processed* ones are made of them in this order, which is vLLM's:
 
-    1. While the answer has fewer than ``min_tokens`` tokens, those that would end it are banned: minus infinity. The
-       ban is lifted where nothing else could be drawn.
-    2. ``logit_bias`` is added.
-    3. ``repetition_penalty`` divides positive logits, and multiplies others, of tokens in prompt or answer.
-    4. ``frequency_penalty`` is subtracted for each time that a token is in the answer, ``presence_penalty`` once.
-    5. Division by ``temperature``; at 0 the largest logit is all that is left.
-    6. ``min_p`` keeps tokens whose probability is at least that share of the largest one's.
-    7. ``top_k`` keeps the largest of these.
-    8. ``top_p`` keeps the shortest beginning, by falling probability, that reaches this share of what is left.
+    1. ``grammar`` bans what it doesn't let come next: minus infinity. Tokens that end the answer may come where it may
+       end, and nowhere else, unless it takes them as text.
+    2. While the answer has fewer than ``min_tokens`` tokens, those that would end it are banned too. This ban is lifted
+       where nothing else could be drawn.
+    3. ``logit_bias`` is added.
+    4. ``repetition_penalty`` divides positive logits, and multiplies others, of tokens in prompt or answer.
+    5. ``frequency_penalty`` is subtracted for each time that a token is in the answer, ``presence_penalty`` once.
+    6. Division by ``temperature``; at 0 the largest logit is all that is left.
+    7. ``min_p`` keeps tokens whose probability is at least that share of the largest one's.
+    8. ``top_k`` keeps the largest of these.
+    9. ``top_p`` keeps the shortest beginning, by falling probability, that reaches this share of what is left.
 
     Ties go to the lower id. What is kept is the *support*; the token is drawn from the softmax over it. The behaviour
     log-probability is the log of exactly that softmax at the drawn token, the raw one that of the raw logits' softmax.
@@ -70,9 +74,11 @@ class SamplingSpec:
     ignore_eos: bool = False
     """The model's own end tokens don't end the answer; ``stop_token_ids`` do."""
     raw_logprobs: bool = False
-    """Report raw log-probabilities of the drawn tokens too."""
+    """Report raw log-probabilities of the drawn tokens too, and of as many alternatives as ``top_logprobs`` says."""
     sampling_mask: bool = False
     """Report the support of each draw."""
+    grammar: Grammar | None = None
+    """What the answer has to look like; not with ``ignore_eos``."""
 
     @property
     def named_ids(self) -> tuple[int, ...]:
@@ -95,6 +101,7 @@ class SamplingSpec:
             (0 <= self.top_logprobs <= MAX_TOP_LOGPROBS, "top_logprobs", f"0 to {MAX_TOP_LOGPROBS}"),
             (0.0 <= self.min_p <= 1.0, "min_p", "0 to 1"),
             (0 <= self.min_tokens <= self.max_tokens, "min_tokens", f"0 to max_tokens, {self.max_tokens}"),
+            (not (self.grammar and self.ignore_eos), "ignore_eos", "false with a grammar, which says where to end"),
             *_penalty_checks(self),
         )
         for holds, name, bound in checks:
@@ -137,21 +144,37 @@ class PolicyConstraint:
     """Every token is sampled by this version; a swap ends the answer with `Finish.POLICY_CHANGED`."""
     any_kv: bool = False
     """KV that other versions built may be reused for the prompt; the answer's KV spans tell of it."""
+    max_lag: int | None = None
+    """The first token is sampled by a version at most so many behind the newest committed one; at least 0, not with
+    ``exact_version``. `counted_from` makes a bound of it: until then it admits no version."""
 
     def __post_init__(self) -> None:
         lower, exact = self.min_version, self.exact_version
+        if self.max_lag is not None and (exact is not None or self.max_lag < 0):
+            raise InvalidInputError("policy is wrong: max_lag is a number from 0 on", hint="leave exact_version out")
         if lower is not None and exact is not None and lower > exact:
             raise InvalidInputError(
                 f"policy: min_version {lower} is above exact_version {exact}", hint="no version can meet both: drop one"
             )
 
+    def counted_from(self, head: Version | None) -> "PolicyConstraint":
+        """The same, with ``max_lag`` counted from the newest committed version; as it is where that isn't known."""
+        if self.max_lag is None or head is None:
+            return self
+        bound = max(head - self.max_lag, self.min_version or 0)
+        return replace(self, min_version=Version(bound), max_lag=None)
+
     def admits(self, version: Version) -> bool:
         """Whether ``version`` may sample the first token."""
+        if self.max_lag is not None:
+            return False
         if self.exact_version is not None and version != self.exact_version:
             return False
         return self.min_version is None or version >= self.min_version
 
     def __str__(self) -> str:
+        if self.max_lag is not None:
+            return f"max_lag={self.max_lag} (the newest committed version isn't known)"
         if self.exact_version is not None:
             return f"exact_version={self.exact_version}"
         return "any" if self.min_version is None else f"min_version={self.min_version}"
@@ -180,6 +203,8 @@ class CompletionRequest:
     continued: int = 0
     """How many of the prompt's last ids are tokens of this very answer, which another replica sampled: penalties take
     them as such."""
+    cache_salt: str = ""
+    """KV is shared among requests with the same one alone; at most `MAX_CACHE_SALT` characters."""
     routes_from: int | None = None
     """Report the routes of positions from this one on; None: of none."""
     forced_routes: bytes = b""
@@ -191,6 +216,10 @@ class CompletionRequest:
             raise InvalidInputError(
                 f"routes are asked for from position {self.routes_from}", hint="name a position of the prompt"
             )
+        if len(self.cache_salt) > MAX_CACHE_SALT:
+            raise InvalidInputError("cache_salt is out of range", hint=f"at most {MAX_CACHE_SALT} characters")
+        if self.forced_ids and self.sampling.grammar:
+            raise InvalidInputError("forced_token_ids don't go with a grammar", hint="send one of them")
         if not self.prompt_ids:
             raise InvalidInputError("the prompt is empty", hint="send at least one token")
         if not 0 <= self.continued < len(self.prompt_ids):

@@ -1,28 +1,43 @@
 """Which experts a model's routers chose: what there is to choose, and the choices of a run of positions."""
 
-import struct
 from dataclasses import dataclass
 from typing import Final, Literal
 
+import numpy as np
+
 from slackwater.errors import InvalidInputError
 
+MAX_EXPERTS: Final = 65_536
+"""Most experts of a layer: their numbers have 16 bits."""
 _SMALL: Final = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Routing:
-    """What a model's routers choose from."""
+    """What a model's routers choose from.
+
+    An expert's number is the *logical* one, by which the checkpoint names its weights. An engine that places experts
+    elsewhere, or several times, as load balancers do, tells and takes logical numbers all the same.
+    """
 
     layers: tuple[int, ...]
-    """Numbers of the layers that have a router, rising."""
+    """Numbers of the layers that have a router, rising; at least one."""
     experts: int
     """Of each such layer, those that every token visits left out."""
     per_token: int
-    """Experts chosen for a token."""
+    """Experts chosen for a token, all different."""
+
+    def __post_init__(self) -> None:
+        rising = all(low < high for low, high in zip((-1, *self.layers), self.layers, strict=False))
+        if not (self.layers and rising and 1 <= self.per_token <= self.experts <= MAX_EXPERTS):
+            raise InvalidInputError(
+                f"no routers choose {self.per_token} of {self.experts} experts in the layers {self.layers[:8]}",
+                hint=f"layers rise from 0; 1 to {MAX_EXPERTS} experts, of which a token has at least one",
+            )
 
     @property
     def dtype(self) -> Literal["uint8", "uint16"]:
-        """Of an expert's number: the logical one, as the checkpoint counts."""
+        """Of an expert's number."""
         return "uint8" if self.experts <= _SMALL else "uint16"
 
     @property
@@ -42,12 +57,22 @@ class Routing:
                 f"routes of {len(rows)} bytes are no whole rows of {self.row_bytes}",
                 hint=f"send {self.dtype} [positions, {len(self.layers)}, {self.per_token}]",
             )
-        ids = rows if self.dtype == "uint8" else struct.unpack(f"<{len(rows) // 2}H", rows)
-        if ids and max(ids) >= self.experts:
+        ids = np.frombuffer(rows, dtype=np.dtype(self.dtype).newbyteorder("<"))
+        if ids.size and ids.max() >= self.experts:
             raise InvalidInputError(
-                f"routes name expert {max(ids)}, there are {self.experts}", hint="experts count from 0"
+                f"routes name expert {ids.max()}, there are {self.experts}", hint="experts count from 0"
             )
-        k = self.per_token
-        if any(len(set(ids[at : at + k])) < k for at in range(0, len(ids), k)):
+        chosen = np.sort(ids.reshape(-1, self.per_token), axis=1)
+        if np.any(chosen[:, 1:] == chosen[:, :-1]):
             raise InvalidInputError("routes name an expert twice for one token", hint="each expert at most once")
         return len(rows) // self.row_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RouteRows:
+    """Rows of adjacent positions."""
+
+    end: int
+    """The position after the last of them."""
+    data: bytes
+    """As `Routing` lays them out."""

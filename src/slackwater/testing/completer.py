@@ -13,11 +13,19 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Final
 
-from slackwater.errors import InvalidInputError, PolicyUnmetError, ReplicaLostError, SlackwaterError
+from slackwater.errors import (
+    InvalidInputError,
+    PolicyUnmetError,
+    ReplicaLostError,
+    SlackwaterError,
+    UnsupportedError,
+)
 from slackwater.ids import BootId, ReplicaId, RunId, Version
 from slackwater.rollout.evidence import Finish, Origin, PolicySpan, TokenStep, pack_mask
 from slackwater.rollout.request import CompletionRequest, SamplingSpec
-from slackwater.testing.distribution import adjusted, processed, raw_logprob
+from slackwater.rollout.routes import Routing
+from slackwater.testing.distribution import adjusted, processed, raw_logprob, raw_ranked
+from slackwater.testing.routes import ScriptedRouter, check_forced
 
 DEFAULT_SEED: Final = 11
 """The seed that a table completer picks for a request without one, unless it is told another."""
@@ -35,6 +43,7 @@ class TableCompleter:
         replica: Its name.
         boot: Its start.
         run: Its lineage.
+        router: What tells of routes; None: the model has no routers.
     """
 
     def __init__(
@@ -48,11 +57,13 @@ class TableCompleter:
         replica: str = "table",
         boot: str = "boot-0",
         run: str = "demo",
+        router: ScriptedRouter | None = None,
     ) -> None:
         self.rows = tuple(tuple(row) for row in rows)
         self.versions = tuple(map(Version, versions))
         self.end_token = end_token
         self.anchored = anchored
+        self.router = router
         self.seed = DEFAULT_SEED
         """Picked for a request without one."""
         self.active = 0
@@ -79,6 +90,10 @@ class TableCompleter:
     def window(self) -> int:
         """See `Completer.window`."""
         return self._window
+
+    def routing(self) -> Routing | None:
+        """See `Completer.routing`."""
+        return self.router.routing if self.router else None
 
     def hold(self, *, position: int = 0) -> None:
         """Let no answer take token number ``position``, counted from 0, or a later one until `release`."""
@@ -116,6 +131,9 @@ class TableCompleter:
             raise InvalidInputError(
                 "prompt_ids doesn't fit this model", hint=f"window {self._window}, {vocabulary} ids"
             )
+        if request.sampling.grammar is not None:
+            raise UnsupportedError("grammar can't be followed: a table has no tokenizer", hint="leave it out")
+        check_forced(request, self.router)
         self.requests.append(request)
         self.count(1)
         return TableAnswer(self, request, self._name)
@@ -252,8 +270,10 @@ class TableAnswer:
         ranked = drawn.ranked
         forced = request.forced_ids[position : position + 1]
         token_id = forced[0] if forced else drawn.draw(self.origin.seed, place)
+        routes = owner.router.told(request, self._tokens) if owner.router else None
         self._tokens.append(token_id)
         width = sampling.top_logprobs
+        raws = raw_ranked(logits)[:width] if sampling.raw_logprobs else []
         return TokenStep(
             token_id=token_id,
             logprob=drawn.logprobs.get(token_id, -math.inf),
@@ -262,7 +282,10 @@ class TableAnswer:
             top_logprobs=tuple(logprob for _, logprob in ranked[:width]),
             kv=owner.kv.get(position, ()),
             raw_logprob=raw_logprob(logits, token_id) if sampling.raw_logprobs else None,
+            raw_top_ids=tuple(other for other, _ in raws),
+            raw_top_logprobs=tuple(logprob for _, logprob in raws),
             mask=pack_mask(sorted(token for token, _ in ranked)) if sampling.sampling_mask else None,
+            routes=routes,
             provisional=position in owner.provisional,
             finish=self._ends(token_id, position),
         )

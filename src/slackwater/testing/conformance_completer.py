@@ -66,7 +66,18 @@ class CompleterTests:
         hidden = await answer(
             completer, replace(REQUEST, sampling=replace(cut, raw_logprobs=False, sampling_mask=False))
         )
-        assert [replace(step, raw_logprob=None, mask=None) for step in shown.steps] == list(hidden.steps)
+        plain = [replace(one, raw_logprob=None, mask=None, raw_top_ids=(), raw_top_logprobs=()) for one in shown.steps]
+        assert plain == list(hidden.steps)
+
+    async def test_a3_03_raw_alternatives_are_the_same_whatever_the_sampling(self, completer: Completer) -> None:
+        """As many as were asked for, though the support has fewer."""
+        raw = replace(REQUEST.sampling, top_logprobs=3, raw_logprobs=True, max_tokens=1)
+        cut = replace(raw, temperature=0.5, top_p=0.0001)
+        (plain,), (narrow,) = [(await answer(completer, replace(REQUEST, sampling=each))).steps for each in (raw, cut)]
+        assert len(narrow.top_ids) == 1
+        assert len(set(narrow.raw_top_ids)) == len(narrow.raw_top_logprobs) == 3
+        assert (narrow.raw_top_ids, narrow.raw_top_logprobs) == (plain.raw_top_ids, plain.raw_top_logprobs)
+        assert list(narrow.raw_top_logprobs) == sorted(narrow.raw_top_logprobs, reverse=True)
 
     async def test_an_id_outside_of_the_vocabulary_is_not_biased(self, completer: Completer) -> None:
         """Nobody would know what was meant."""

@@ -64,6 +64,11 @@ def raw_logprob(logits: Sequence[float], token_id: int) -> float:
     return dict(_normalised(list(enumerate(logits)))).get(token_id, -math.inf)
 
 
+def raw_ranked(logits: Sequence[float]) -> Ranked:
+    """All tokens, by the raw logits."""
+    return _normalised(sorted(enumerate(logits), key=lambda pair: (-pair[1], pair[0])))
+
+
 def _normalised(scores: Ranked) -> Ranked:
     peak = max(score for _, score in scores)
     total = peak + math.log(sum(math.exp(score - peak) for _, score in scores))

@@ -29,12 +29,14 @@ from slackwater.errors import (
     SlackwaterError,
     SwapError,
     UnavailableError,
+    UnsupportedError,
 )
 from slackwater.ids import BootId, ReplicaId, RunId, Version
 from slackwater.rollout.completer import Answer
 from slackwater.rollout.evidence import Finish, Origin, PolicySpan, TokenStep, grown, pack_mask
 from slackwater.rollout.request import CompletionRequest
 from slackwater.testing.exchange import EngineFaults, TableStaged, ours, write_all
+from slackwater.testing.routes import ScriptedRouter, check_forced
 from slackwater.testing.runs import TableAnswer, TableRun
 
 VOCAB_SIZE = 1000
@@ -92,6 +94,7 @@ class TableEngine:
         boot: BootId = BootId("boot-0"),  # noqa: B008  # as above
         slots: int = 4,
         window: int = 4096,
+        router: ScriptedRouter | None = None,
     ) -> None:
         self.faults = EngineFaults()
         self.commits = 0
@@ -102,6 +105,7 @@ class TableEngine:
         self._origin = Origin(replica=replica, boot=boot, run=run, seed=0)
         self._slots = slots
         self._window = window
+        self._router = router
         self._runs: list[TableRun] = []
         self._controls: deque[tuple[Callable[[], CommitReport], asyncio.Future[CommitReport]]] = deque()
         self._last: TableStaged | None = None
@@ -166,6 +170,7 @@ class TableEngine:
             slots=self._slots,
             numerics="table",
             eos_token_ids=(),
+            routing=self._router.routing if self._router else None,
         )
 
     def stats(self) -> EngineStats:
@@ -184,6 +189,9 @@ class TableEngine:
         named = (*request.prompt_ids, *request.forced_ids, *request.sampling.named_ids)
         if any(not 0 <= token < VOCAB_SIZE for token in named):
             raise InvalidInputError(f"a token id is outside the vocabulary of {VOCAB_SIZE}")
+        if request.sampling.grammar is not None:
+            raise UnsupportedError("grammar can't be followed: a table has no tokenizer", hint="leave it out")
+        check_forced(request, self._router)
         seed = next(self._seeds) if request.sampling.seed is None else request.sampling.seed
         wanted = len(request.forced_ids) or request.sampling.max_tokens
         run = TableRun(
@@ -433,6 +441,7 @@ class TableEngine:
         token, logprob = self._next(run)
         logprob = 0.0 if request.sampling.temperature == 0 else logprob
         some = bool(request.sampling.top_logprobs)
+        raw = request.sampling.raw_logprobs
         run.give(
             TokenStep(
                 token_id=token,
@@ -440,9 +449,12 @@ class TableEngine:
                 version=self._version,
                 top_ids=(token,) if some else (),
                 top_logprobs=(logprob,) if some else (),
-                raw_logprob=logprob if request.sampling.raw_logprobs else None,
+                raw_logprob=logprob if raw else None,
+                raw_top_ids=(token,) if some and raw else (),
+                raw_top_logprobs=(logprob,) if some and raw else (),
                 mask=pack_mask((token,)) if request.sampling.sampling_mask else None,
                 kv=run.kv,
+                routes=self._router.told(request, run.tokens) if self._router else None,
                 finish=run.finish_with(token),
             )
         )

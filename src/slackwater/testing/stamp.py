@@ -25,6 +25,7 @@ from slackwater.rollout.evidence import PolicySpan, TokenStep, spans
 from slackwater.rollout.request import CompletionRequest
 from slackwater.testing.engine import VOCAB_SIZE, TableEngine
 from slackwater.testing.exchange import TableStaged
+from slackwater.testing.routes import ScriptedRouter
 from slackwater.testing.runs import TableRun
 
 _ROOT = b"stamp"
@@ -150,8 +151,9 @@ class StampEngine(TableEngine):
         slots: int = 4,
         window: int = 4096,
         labelled: Callable[[Version, bool], None] | None = None,
+        router: ScriptedRouter | None = None,
     ) -> None:
-        super().__init__(weights, specs, version, replica=replica, boot=boot, slots=slots, window=window)
+        super().__init__(weights, specs, version, replica=replica, boot=boot, slots=slots, window=window, router=router)
         self.bugs = StampBugs()
         self._labelled = labelled
         self._mark = weights_mark(weights)

@@ -1,4 +1,4 @@
-"""Raw logits made into those that the temperature divides: bans, biases, and penalties of the tokens so far."""
+"""Raw logits made into those that the temperature divides: grammars, bans, biases, penalties of the tokens so far."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -48,12 +48,17 @@ class Tally:
         return place
 
 
-def changes(spec: SamplingSpec, banned: Sequence[int]) -> bool:
+_Allowed = npt.NDArray[np.bool_] | None
+
+
+def changes(spec: SamplingSpec, banned: Sequence[int], allowed: _Allowed = None) -> bool:
     """Whether `adjust` would do anything."""
-    return bool(banned or spec.logit_bias or spec.penalises)
+    return bool(banned or spec.logit_bias or spec.penalises) or allowed is not None
 
 
-def adjust(row: Tensor, spec: SamplingSpec, banned: Sequence[int], tally: Tally | None) -> None:
+def adjust(
+    row: Tensor, spec: SamplingSpec, banned: Sequence[int], tally: Tally | None, allowed: _Allowed = None
+) -> None:
     """Change one row of logits in place, as `SamplingSpec` has it.
 
     Args:
@@ -61,7 +66,10 @@ def adjust(row: Tensor, spec: SamplingSpec, banned: Sequence[int], tally: Tally 
         spec: How tokens are drawn.
         banned: Tokens that can't be drawn unless nothing else can.
         tally: The tokens so far, where the spec penalises them.
+        allowed: ``[vocabulary]``: what a grammar lets come next, where there is one. All else can't be drawn.
     """
+    if allowed is not None:
+        row.masked_fill_(torch.from_numpy(~allowed), -torch.inf)
     _ban(row, [token_id for token_id in banned if token_id < len(row)])
     if spec.logit_bias:
         ids, values = zip(*spec.logit_bias, strict=True)

@@ -23,6 +23,18 @@ MEMORY: Final[Mapping[str, Memory]] = MappingProxyType(
         "MistralForCausalLM": Memory.ROWS,
         "Qwen2ForCausalLM": Memory.ROWS,
         "Qwen3ForCausalLM": Memory.ROWS,
+        "Qwen3MoeForCausalLM": Memory.ROWS,
+        "MixtralForCausalLM": Memory.ROWS,
+        "DeepseekV3ForCausalLM": Memory.STATES,
+        "Glm5NextForConditionalGeneration": Memory.STATES,
+        "GlmMoeDsaForCausalLM": Memory.STATES,
+        "KimiLinearForCausalLM": Memory.STATES,
+        "Qwen3_5ForCausalLM": Memory.STATES,
+        "Qwen3_5ForConditionalGeneration": Memory.STATES,
+        "Qwen3_5MoeForCausalLM": Memory.STATES,
+        "Qwen3_5MoeForConditionalGeneration": Memory.STATES,
+        "DeepseekV41ForCausalLM": Memory.NOTHING,
+        "KimiK3ForConditionalGeneration": Memory.NOTHING,
     }
 )
 """By the architecture that a checkpoint's config names."""

@@ -10,23 +10,23 @@ from itertools import accumulate, pairwise
 from typing import Final
 
 import torch
-from torch import nn
 
 _PAGE: Final = 2 * 1024 * 1024
 _ALIGNMENT: Final = 64
 """Of each tensor: a cache line."""
 
 
-def gather(parameters: Sequence[nn.Parameter]) -> None:
-    """Move parameters into one area of host memory, one after the other. It lives as long as any of them.
+def gather(tensors: Sequence[torch.Tensor]) -> None:
+    """Move tensors, parameters among them, into one area of host memory, one after the other. It lives as long as any
+    of them.
 
     Each becomes contiguous, and its old memory is let go before the next is copied.
     """
-    ends = list(accumulate((_rounded(parameter.nbytes) for parameter in parameters), initial=0))
+    ends = list(accumulate((_rounded(tensor.nbytes) for tensor in tensors), initial=0))
     area = _area(ends[-1])
-    for parameter, (begin, _) in zip(parameters, pairwise(ends), strict=True):
-        place = area[begin : begin + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
-        parameter.data = place.copy_(parameter.data)
+    for tensor, (begin, _) in zip(tensors, pairwise(ends), strict=True):
+        place = area[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        tensor.data = place.copy_(tensor.data)
 
 
 def _area(num_bytes: int) -> torch.Tensor:

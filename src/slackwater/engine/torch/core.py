@@ -2,6 +2,9 @@
 
 Each step decodes every answer in a slot by one token, admits, and prefills a bounded number of tokens; `Shaping` says
 what shares a pass. Weights change between steps only: a step has one version, and its tokens carry it.
+
+Where KV is short an answer may be preempted: it keeps its tokens, loses its slot and rows, and waits before all others
+until it has them again. `Budget` says which; where an answer stands follows from its rows and tokens alone.
 """
 
 from collections import deque
@@ -13,21 +16,18 @@ import torch
 from torch import Tensor
 
 from slackwater.config.in_flight import InFlight
+from slackwater.engine.torch.architectures import Memory
 from slackwater.engine.torch.batch import CHUNK, Pass, Piece, Shaping
+from slackwater.engine.torch.budget import Budget, Holding
+from slackwater.engine.torch.checks import check_ids, check_request
+from slackwater.engine.torch.grammars import Matching
 from slackwater.engine.torch.model import LoadedModel
 from slackwater.engine.torch.prefix import SlotTable
 from slackwater.engine.torch.runners import runner_of
 from slackwater.engine.torch.sampler import Drawn, sample
 from slackwater.engine.torch.sequence import Began, Ended, Event, Failed, Made
 from slackwater.engine.torch.sequence import Sequence as Row
-from slackwater.errors import (
-    ContextLengthError,
-    CorruptError,
-    InvalidInputError,
-    PolicyUnmetError,
-    UnavailableError,
-    UnsupportedError,
-)
+from slackwater.errors import InvalidInputError, PolicyUnmetError, UnavailableError
 from slackwater.ids import Version
 from slackwater.rollout.evidence import Finish, grown
 from slackwater.rollout.request import CompletionRequest
@@ -41,9 +41,14 @@ class _Fill:
     piece: Piece
 
     @property
-    def ends(self) -> bool:
-        """Whether all rows that prefill has to put in place are, after it."""
-        return self.piece.start + len(self.piece.tokens) == self.row.due
+    def end(self) -> int:
+        """Rows in place after it."""
+        return self.piece.start + len(self.piece.tokens)
+
+    @property
+    def begins(self) -> bool:
+        """Whether the answer's first token is drawn after it."""
+        return not self.row.made and self.end == self.row.due
 
 
 class Core:
@@ -55,25 +60,35 @@ class Core:
         window: Most tokens of prompt and completion together.
         version: Label of the weights in place.
         threads: That attention may use.
+        kv_tokens: Most positions of KV in use, of all slots together, those kept for sharing too; the window is cut to
+            it. None: as many as all slots have.
     """
 
     def __init__(
-        self, model: LoadedModel, shaping: Shaping, *, window: int, version: Version, threads: int = 1
+        self,
+        model: LoadedModel,
+        shaping: Shaping,
+        *,
+        window: int,
+        version: Version,
+        threads: int = 1,
+        kv_tokens: int | None = None,
     ) -> None:
         self._model: Final = model
-        self._window: Final = window
+        self.window: Final = window if kv_tokens is None else min(window, kv_tokens)
+        self._budget: Final = Budget.of(slots=shaping.slots, window=self.window, kv_tokens=kv_tokens)
         self._shaping: Final = shaping
-        self._runner: Final = runner_of(model, slots=shaping.slots, window=window, threads=threads)
-        anywhere = self._runner.anywhere
-        self._table: Final = SlotTable(slots=shaping.slots, chunk=shaping.shared_by, anywhere=anywhere)
+        self._runner: Final = runner_of(
+            model, slots=shaping.slots, window=self.window, threads=threads, invariant=shaping.invariant
+        )
+        self._table: Final = SlotTable(slots=shaping.slots, chunk=shaping.shared_by, memory=model.memory)
         self._prompt_logits: Final[dict[int, Tensor]] = {}
         self._rows: Final[dict[int, Row]] = {}
         self._waiting: Final[deque[Row]] = deque()
-        self._filling: Final[list[Row]] = []
-        self._again: Final[list[Row]] = []
-        self._shared: Final[list[Row]] = []
+        self._seated: Final[list[Row]] = []
         self._draining = False
         self._version = version
+        self._preemptions = 0
 
     @property
     def version(self) -> Version:
@@ -82,44 +97,52 @@ class Core:
 
     @property
     def active(self) -> int:
-        """Answers in a slot."""
-        return self._table.taken
+        """Answers in a slot. Any thread."""
+        return len(self._seated)
+
+    @property
+    def preempted(self) -> int:
+        """Answers that have tokens and wait for a slot again."""
+        return sum(bool(row.made) for row in self._waiting)
+
+    @property
+    def preemptions(self) -> int:
+        """How often an answer lost its slot to others, so far. Any thread."""
+        return self._preemptions
+
+    @property
+    def kv_tokens(self) -> int:
+        """Most positions of KV in use."""
+        return self._budget.rows
+
+    @property
+    def kv_used(self) -> int:
+        """Positions of KV in use: answers' rows in place, and what free slots keep for sharing. Any thread."""
+        return sum(row.filled for row in self._seated) + self._table.kept
 
     @property
     def busy(self) -> bool:
         """Whether a step would do anything."""
-        fresh = not self._draining and (self._filling or self._shared or self._waiting)
-        return bool(fresh or self._again or self._decodable())
+        return any(self._works(row) for row in self._seated) or any(self._may(row) for row in self._waiting)
 
     def check(self, request: CompletionRequest) -> None:
-        """Refuse what can't be answered. Any thread.
+        """Refuse what can't be answered, see `check_request`. Any thread."""
+        model = self._model
+        check_request(request, window=self.window, vocab_size=model.vocab_size, routing=model.routing)
 
-        Raises:
-            ContextLengthError: The prompt fills the window.
-            InvalidInputError: A token id is outside of the vocabulary, or routes to force don't fit.
-            UnsupportedError: There are routes to force, and no router.
-        """
-        length = len(request.prompt_ids)
-        if length >= self._window:
-            raise ContextLengthError(
-                f"the prompt's {length} tokens leave no room in the window of {self._window}",
-                hint="send a shorter prompt",
-            )
-        self._check_ids(request.prompt_ids)
-        self._check_ids(request.forced_ids)
-        self._check_ids(request.sampling.named_ids)
-        if request.forced_routes:
-            self._check_routes(request)
-
-    def add(self, key: int, request: CompletionRequest, *, seed: int, ahead: bool = False) -> None:
+    def add(
+        self, key: int, request: CompletionRequest, *, seed: int, ahead: bool = False, matching: Matching | None = None
+    ) -> None:
         """Queue a request that passed `check`, under a key that isn't in use; its draws use ``seed``.
 
-        ``ahead`` of all that wait.
+        ``ahead`` of all that wait. ``matching``: where its answer stands in its grammar.
         """
-        self._queue(self._row(key, request, seed=seed), ahead=ahead)
+        row = self._row(key, request, seed=seed)
+        row.matching = matching
+        self._queue(row, ahead=ahead)
 
     def hold(self, key: int, request: CompletionRequest, forced_ids: Sequence[int]) -> None:
-        """Queue a request that takes forced tokens only, at least one, and keeps its slot for `extend`.
+        """Queue a request that takes forced tokens only, at least one, and stays for `extend`.
 
         Raises:
             InvalidInputError: A token is outside of the vocabulary, or there are more than fit.
@@ -145,9 +168,6 @@ class Core:
         row = self._rows.get(key)
         if row is None:
             return False
-        for stage in (self._waiting, self._filling, self._shared, self._again):
-            if row in stage:
-                stage.remove(row)
         self._drop(row)
         return True
 
@@ -184,17 +204,17 @@ class Core:
         if spoilt:
             self._table.disown(gone)
         self._prompt_logits.clear()
-        self._filling.extend(self._shared)
-        self._shared.clear()
-        for row in self._filling:
-            self._restart(row)
+        for row in self._seated:
+            if not row.made:
+                self._restart(row)
         begun = [row for row in self._rows.values() if row.made]
         ended: list[Event] = [end for row in begun if (end := self._end_of(row, in_flight, gone if spoilt else None))]
         for end in ended:
             self.abort(end.key)
+        again = in_flight is InFlight.RECOMPUTE or self._model.memory is Memory.NOTHING
         for row in begun:
-            if row.key in self._rows and (in_flight is InFlight.RECOMPUTE or (spoilt and _built(row, gone))):
-                self._do_again(row)
+            if row.key in self._rows and (again or (spoilt and _built(row, gone))):
+                self._restart(row)
         return ended
 
     @torch.inference_mode()
@@ -203,6 +223,9 @@ class Core:
 
         Events come in the order in which things happened.
         """
+        for key in self._budget.preempted(self._holdings()):
+            self._preempt(self._rows[key])
+        self._give_up()
         return list(self._apart() if self._shaping.invariant else self._together())
 
     def close(self) -> None:
@@ -214,7 +237,7 @@ class Core:
             key=key,
             request=request,
             seed=seed,
-            limit=min(request.sampling.max_tokens, self._window - len(request.prompt_ids)),
+            limit=min(request.sampling.max_tokens, self.window - len(request.prompt_ids)),
             ends=frozenset((*self._model.eos_token_ids, *request.sampling.stop_token_ids)),
             forced=list(request.forced_ids),
         )
@@ -227,7 +250,7 @@ class Core:
             self._waiting.append(row)
 
     def _force(self, row: Row, forced_ids: Sequence[int]) -> None:
-        self._check_ids(forced_ids)
+        check_ids(forced_ids, self._model.vocab_size)
         if len(row.forced) + len(forced_ids) > row.limit:
             raise InvalidInputError(
                 f"answer {row.key} would pass its {row.limit} tokens", hint="raise max_tokens or the window"
@@ -258,9 +281,11 @@ class Core:
     def _fills(self, left: int) -> list[_Fill]:
         """What to prefill next, at most ``left`` tokens. What is computed again goes first: its readers wait."""
         fills: list[_Fill] = []
-        for row in (*self._again, *(() if self._draining else self._filling)):
+        behind = [row for row in self._seated if row.filled < row.due]
+        fresh = [] if self._draining else [row for row in behind if not row.made]
+        for row in (*(row for row in behind if row.made), *fresh):
             left -= self._fill(row, left, fills)
-        while left and not self._draining and (row := self._seat()):
+        while left and (row := self._seat()):
             left -= self._fill(row, left, fills)
         return fills
 
@@ -272,16 +297,19 @@ class Core:
         return len(tokens)
 
     def _seat(self) -> Row | None:
-        """Give the first that waits a slot. None: it has to wait, for a slot or for rows that it will share."""
-        if not self._waiting:
+        """Give the first that waits a slot. None: it has to wait, for one, for KV, or for rows that it will share."""
+        row = next((row for row in self._waiting if self._may(row)), None)
+        if row is None or not self._make_room(row):
             return None
-        request = self._waiting[0].request
+        request = row.request
         prompt, private = request.prompt_ids, bool(request.forced_routes)
-        seat = self._table.take(prompt, self._version, any_kv=request.policy.any_kv, private=private)
+        any_kv, salt, patient = request.policy.any_kv, request.cache_salt, not self._draining
+        seat = self._table.take(prompt, self._version, salt=salt, any_kv=any_kv, private=private, patient=patient)
         if seat is None:
             return None
-        row = self._waiting.popleft()
-        row.slot, row.kv, row.cached = seat.slot, seat.kv, seat.shared
+        self._waiting.remove(row)
+        self._seated.append(row)
+        row.sit(seat, self._version, exact=self._shaping.invariant)
         if seat.shared:
             self._runner.copy(seat.slot, source=seat.source, count=seat.shared)
         if self._runner.routes:
@@ -289,60 +317,90 @@ class Core:
         whole = seat.shared == len(prompt)
         if whole:
             self._prompt_logits[seat.slot] = self._prompt_logits[seat.source]
+            self._runner.mark(seat.slot)
         self._table.fill(seat.slot, seat.shared, self._version, whole=whole)
-        (self._shared if whole else self._filling).append(row)
+        self._give_up()
         return row
+
+    def _make_room(self, row: Row) -> bool:
+        """Preempt who is idle, if there is a place for ``row`` then. Whether there is."""
+        leaving = self._budget.displaced(self._holdings(), row.reach)
+        for key in leaving or ():
+            self._preempt(self._rows[key])
+        return leaving is not None
+
+    def _holdings(self) -> list[Holding]:
+        return [Holding(key=row.key, rows=row.reach, idle=not self._works(row)) for row in self._seated]
+
+    def _give_up(self) -> None:
+        """Forget what free slots keep, as far as answers in slots may need the room."""
+        reach = sum(row.reach for row in self._seated)
+        while reach + self._table.kept > self._budget.rows:
+            self._table.give_up()
+
+    def _preempt(self, row: Row) -> None:
+        """Take an answer's slot and rows; it will be the first to get others."""
+        self._preemptions += 1
+        self._prompt_logits.pop(row.slot, None)
+        self._table.empty(row.slot)
+        self._leave(row)
+        row.rise()
+        self._waiting.appendleft(row)
+
+    def _leave(self, row: Row) -> None:
+        self._seated.remove(row)
+        self._table.release(row.slot)
+
+    def _may(self, row: Row) -> bool:
+        """Whether an answer may take its next token."""
+        return row.ready and (bool(row.made) or not self._draining)
+
+    def _works(self, row: Row) -> bool:
+        """Whether a step does anything for an answer in a slot."""
+        return self._may(row) or (bool(row.made) and row.behind)
 
     def _take_shared(self) -> list[Row]:
         """Answers whose whole prompt another one had computed."""
         if self._draining:
             return []
-        rows = self._shared.copy()
-        self._shared.clear()
-        return rows
+        return [row for row in self._seated if not row.made and row.filled == row.due]
 
     def _restart(self, row: Row) -> None:
-        """Have an answer's rows computed anew from the first on, in its slot."""
-        row.kv, row.cached = (), 0
-        self._table.empty(row.slot)
-
-    def _do_again(self, row: Row) -> None:
-        self._restart(row)
-        if row not in self._again:
-            self._again.append(row)
+        """Have an answer's rows computed anew from the first on, by prefill."""
+        row.restart()
+        if row.slot >= 0:
+            self._table.empty(row.slot)
 
     def _pass(self, rows: list[Row], fills: Sequence[_Fill], *, padded_to: int = 0) -> Iterator[Event]:
-        """Run the newest tokens of ``rows`` and what ``fills`` says through the model, and draw what follows."""
-        newest = (Piece(slot=row.slot, start=row.position - 1, tokens=row.tokens[-1:]) for row in rows)
-        wanted = [*range(len(rows)), *(len(rows) + at for at, fill in enumerate(fills) if fill.ends)]
-        pieces = [*newest, *(fill.piece for fill in fills)]
+        """Run the next tokens of ``rows`` and what ``fills`` says through the model, and draw what follows.
+
+        Of an answer that has its rows computed again the next token isn't the newest: then nothing is drawn.
+        """
+        nexts = (Piece(slot=row.slot, start=row.filled, tokens=row.following) for row in rows)
+        newest = [at for at, row in enumerate(rows) if not row.behind]
+        wanted = [*newest, *(len(rows) + at for at, fill in enumerate(fills) if fill.begins)]
+        pieces = [*nexts, *(fill.piece for fill in fills)]
         fixed = bool(rows) and padded_to > 0
         logits = self._runner.run(Pass(pieces=pieces, wanted=wanted, padded_to=padded_to, every_logit=fixed))
+        drawing, firsts = [rows[at] for at in newest], [fill.row for fill in fills if fill.begins]
         for row in rows:
-            row.kv = grown(row.kv, self._version, row.position)
-        done = [fill.row for fill in fills if fill.ends]
+            row.kv = grown(row.kv, self._version, row.filled + 1)
         for fill in fills:
             self._note(fill)
-        for row, last in zip(done, logits[len(rows) :], strict=False):
+        for row, last in zip(firsts, logits[len(drawing) :], strict=True):
             self._complete(row, last)
-        yield from self._draw(rows, logits[: len(rows)], [row for row in done if not row.made])
+        yield from self._draw(drawing, logits[: len(drawing)], firsts)
 
     def _note(self, fill: _Fill) -> None:
         """Record what a pass has put in place."""
-        row, filled, prompt = fill.row, fill.piece.start + len(fill.piece.tokens), len(fill.row.request.prompt_ids)
-        row.kv = grown(row.kv, self._version, filled)
-        self._table.fill(row.slot, min(filled, prompt), self._version, whole=fill.ends and not row.made)
+        row, prompt, begins = fill.row, len(fill.row.request.prompt_ids), fill.begins
+        row.kv = grown(row.kv, self._version, fill.end)
+        self._table.fill(row.slot, min(fill.end, prompt), self._version, whole=begins)
 
     def _complete(self, row: Row, logits: Tensor) -> None:
-        """All of an answer's rows are in place; ``logits`` follow the last."""
-        if row.made:
-            self._again.remove(row)
-            row.tell_kv = True
-        else:
-            self._filling.remove(row)
-            self._prompt_logits[row.slot] = logits.clone()
-            self._runner.mark(row.slot)
-            self._table.mark(row.slot)
+        """All of a prompt's rows are in place; ``logits`` follow the last."""
+        self._prompt_logits[row.slot] = logits.clone()
+        self._runner.mark(row.slot)
 
     def _draw(self, rows: Sequence[Row], logits: Tensor | None, firsts: Sequence[Row]) -> Iterator[Event]:
         """Draw the next token of ``rows`` from ``logits``, and the first of ``firsts``."""
@@ -364,21 +422,20 @@ class Core:
         return Failed(key=row.key, error=error)
 
     def _began(self, row: Row) -> Began:
-        row.tell_kv = any(span.version != self._version for span in row.kv)
         builders = {span.version for span in row.kv}
         built_by = builders.pop() if len(builders) == 1 else None
         return Began(key=row.key, cached_tokens=row.cached, prompt_version=built_by)
 
     def _decodable(self) -> list[Row]:
-        return [row for row in self._rows.values() if row.made and row.ready and row not in self._again]
+        """Answers that a step decodes: they have a token whose row is the next."""
+        return [row for row in self._seated if row.made and row.filled >= row.due and self._works(row)]
 
     def _accept(self, row: Row, drawn: Drawn | None) -> Event:
         if drawn is None:
             self._table.empty(row.slot)
             self._prompt_logits.pop(row.slot, None)
             self._drop(row)
-            where = f"version {self._version} made logits that are no numbers at position {row.position}"
-            return Failed(key=row.key, error=CorruptError(where, hint="put the previous version back"))
+            return Failed(key=row.key, error=row.undrawable(self._version))
         step = row.accept(drawn, self._version, routes=self._routes(row))
         if step.finish:
             if not self._shaping.invariant and not row.request.forced_routes:
@@ -397,7 +454,9 @@ class Core:
     def _drop(self, row: Row) -> None:
         del self._rows[row.key]
         if row.slot >= 0:
-            self._table.release(row.slot)
+            self._leave(row)
+        else:
+            self._waiting.remove(row)
 
     def _end_of(self, row: Row, in_flight: InFlight, spoilt: Version | None) -> Ended | Failed | None:
         """How an answer with tokens ends at an exchange; None where it goes on."""
@@ -409,24 +468,6 @@ class Core:
             return Ended(key=row.key, finish=Finish.POLICY_CHANGED)
         cut = in_flight in (InFlight.ABORT, InFlight.DRAIN)
         return Ended(key=row.key, finish=Finish.SWAPPED) if cut else None
-
-    def _check_routes(self, request: CompletionRequest) -> None:
-        if self._runner.routes is None:
-            raise UnsupportedError("this model has no router to force", hint="send no routes")
-        rows, most = self._runner.routes.routing.check(request.forced_routes), len(request.prompt_ids)
-        if rows > most + len(request.forced_ids):
-            raise InvalidInputError(
-                f"routes of {rows} positions, prompt and forced tokens have {most + len(request.forced_ids)}",
-                hint="send at most as many",
-            )
-
-    def _check_ids(self, ids: Sequence[int]) -> None:
-        bad = next((token for token in ids if not 0 <= token < self._model.vocab_size), None)
-        if bad is not None:
-            raise InvalidInputError(
-                f"token {bad} is outside of the vocabulary of {self._model.vocab_size}",
-                hint="use this model's tokenizer",
-            )
 
 
 def _built(row: Row, version: Version) -> bool:

@@ -16,6 +16,7 @@ from slackwater.engine.scatter import warm
 from slackwater.engine.torch.answer import TorchAnswer
 from slackwater.engine.torch.batch import Shaping
 from slackwater.engine.torch.core import Core
+from slackwater.engine.torch.grammars import Grammars, Matching
 from slackwater.engine.torch.loop import StepLoop
 from slackwater.engine.torch.model import LoadedModel, load
 from slackwater.engine.torch.sequence import Began, Ended, Event, Made
@@ -27,6 +28,7 @@ from slackwater.rollout.request import CompletionRequest
 
 DEFAULT_WINDOW: Final = 4096
 """Longest window that is served unless a longer one is asked for."""
+_LEAST_KV: Final = 2
 
 _Value = TypeVar("_Value")
 
@@ -34,10 +36,11 @@ _Value = TypeVar("_Value")
 class TorchEngine:
     """See `slackwater.engine.base.Engine`. Made by `open`, on the event loop that uses it."""
 
-    def __init__(self, model: LoadedModel, core: Core, *, description: EngineDescription, origin: Origin,
-                 threads: int, clock: Clock) -> None:  # fmt: skip
+    def __init__(self, model: LoadedModel, core: Core, *, grammars: Grammars, description: EngineDescription,
+                 origin: Origin, threads: int, clock: Clock) -> None:  # fmt: skip
         self._weights: WeightBits | None = WeightBits(model.parameters, model.specs)
         self._core: Core | None = core
+        self._grammars: Final = grammars
         self._description: Final = description
         self._origin: Final = origin
         self._clock: Final = clock
@@ -67,12 +70,13 @@ class TorchEngine:
         threads: int = 1,
         window: int | None = None,
         batch_invariant: bool = False,
+        kv_tokens: int | None = None,
         clock: Clock | None = None,
     ) -> "TorchEngine":
         """Load a Hugging Face folder and begin to serve it as ``version``.
 
         Args:
-            folder: config.json, safetensors, perhaps generation_config.json.
+            folder: config.json, safetensors, perhaps generation_config.json; tokenizer.json, for grammars.
             version: Label of the folder's weights.
             run: The lineage that the label counts in.
             replica: Named as the origin of every answer.
@@ -82,13 +86,16 @@ class TorchEngine:
             window: Most tokens of prompt and completion; the model's, up to `DEFAULT_WINDOW`, by default.
             batch_invariant: No bit of an answer depends on who else is served or on shared prefixes. Slower; see
                 `slackwater.engine.torch.batch.Shaping`.
+            kv_tokens: Most positions of KV in use, at least 2; the window is cut to it. Over it the answers that were
+                seated last give way, and go on later. By default it is ``slots`` times the window.
             clock: Measures pauses.
 
         Raises:
             NotFoundError: The folder lacks a file.
             CorruptError: A file can't be parsed.
             UnsupportedError: The model isn't supported.
-            InvalidInputError: The window is longer than the model's, or slots or threads aren't positive.
+            InvalidInputError: The window is longer than the model's, slots or threads aren't positive, or there is KV
+                for less than a prompt's token and an answer's.
         """
         if slots < 1 or threads < 1:
             raise InvalidInputError("slots and threads must be positive", hint="give at least 1 of each")
@@ -96,21 +103,19 @@ class TorchEngine:
         served = min(model.window, DEFAULT_WINDOW) if window is None else window
         if not 1 < served <= model.window:
             raise InvalidInputError(f"a window of {served} doesn't fit the model", hint=f"2 to {model.window}")
+        if kv_tokens is not None and kv_tokens < _LEAST_KV:
+            raise InvalidInputError(f"KV for {kv_tokens} tokens serves nobody", hint=f"give at least {_LEAST_KV}")
         shaping = Shaping(slots=slots, invariant=batch_invariant)
-        description = EngineDescription(
-            model=model.architecture,
-            window=served,
-            vocab_size=model.vocab_size,
-            slots=slots,
-            numerics=model.numerics(f"{shaping}, {threads} threads"),
-            eos_token_ids=model.eos_token_ids,
-            routing=model.routing,
-        )
         # Compiling stops every thread for seconds: here nobody is served yet.
         await asyncio.to_thread(warm, {spec.bits_dtype for spec in model.specs.values()})
-        core = await asyncio.to_thread(Core, model, shaping, window=served, version=version, threads=threads)
+        core = await asyncio.to_thread(
+            Core, model, shaping, window=served, version=version, threads=threads, kv_tokens=kv_tokens
+        )
+        description = _describe(model, core, slots=slots, numerics=model.numerics(f"{shaping}, {threads} threads"))
         origin = Origin(replica=replica, boot=boot, run=run, seed=0)
-        return cls(model, core, description=description, origin=origin, threads=threads, clock=clock or SystemClock())
+        grammars = await asyncio.to_thread(Grammars, folder, ends=model.eos_token_ids, vocabulary=model.vocab_size)
+        return cls(model, core, grammars=grammars, description=description, origin=origin,
+                   threads=threads, clock=clock or SystemClock())  # fmt: skip
 
     def describe(self) -> EngineDescription:
         """See `Engine.describe`."""
@@ -124,6 +129,8 @@ class TorchEngine:
             version=core.version if core else self._version,
             active=active,
             waiting=max(0, len(self._answers) - active),
+            kv_used=core.kv_used if core else 0,
+            preemptions=core.preemptions if core else 0,
             failure=self._failure,
         )
 
@@ -131,12 +138,21 @@ class TorchEngine:
         """See `Engine.generate`."""
         core = self._living()
         core.check(request)
+        matching = await self._matching(request)
+        core = self._living()  # it may have been closed meanwhile
         key = next(self._keys)
         seed = secrets.randbits(63) if request.sampling.seed is None else request.sampling.seed
         answer = TorchAnswer(self._origin_of(seed), abandon=lambda: self._abandon(key))
         self._answers[key] = answer
-        self._loop.between_steps(lambda: core.add(key, request, seed=seed, ahead=ahead))
+        self._loop.between_steps(lambda: core.add(key, request, seed=seed, ahead=ahead, matching=matching))
         return answer
+
+    async def _matching(self, request: CompletionRequest) -> Matching | None:
+        grammar = request.sampling.grammar
+        if grammar is None:
+            return None
+        ids = request.prompt_ids
+        return await self._grammars.begin(grammar, ids[len(ids) - request.continued :])
 
     def tensors(self) -> Mapping[str, TensorSpec]:
         """See `Engine.tensors`."""
@@ -203,6 +219,7 @@ class TorchEngine:
             return
         core, self._version, self._core = self._core, self._core.version, None
         self._failure = self._failure or "closed"
+        self._grammars.close()
         self._loop.stop()
         await asyncio.to_thread(self._loop.join)
         core.close()
@@ -219,7 +236,6 @@ class TorchEngine:
 
         def work() -> CommitReport:
             began = self._clock.monotonic()
-            active = core.active
             try:
                 written = write()
             finally:
@@ -227,8 +243,8 @@ class TorchEngine:
             events = core.relabel(version, in_flight=in_flight, spoilt=spoilt)
             pause = self._clock.monotonic() - began
             self._on_event_loop(lambda: self._deliver(events))
-            ended = len(events)
-            return CommitReport(pause_s=pause, bytes_written=written, in_flight=active - ended, ended=ended)
+            kept = core.active + core.preempted
+            return CommitReport(pause_s=pause, bytes_written=written, in_flight=kept, ended=len(events))
 
         try:
             return await self._between_steps(work)
@@ -283,6 +299,19 @@ class TorchEngine:
 
     def _origin_of(self, seed: int) -> Origin:
         return replace(self._origin, seed=seed)
+
+
+def _describe(model: LoadedModel, core: Core, *, slots: int, numerics: str) -> EngineDescription:
+    return EngineDescription(
+        model=model.architecture,
+        window=core.window,
+        vocab_size=model.vocab_size,
+        slots=slots,
+        numerics=numerics,
+        eos_token_ids=model.eos_token_ids,
+        routing=model.routing,
+        kv_tokens=core.kv_tokens,
+    )
 
 
 def _ours(staged: Staged) -> StagedWrites:

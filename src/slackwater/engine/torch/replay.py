@@ -17,8 +17,9 @@ from slackwater.engine.torch.core import Core
 from slackwater.engine.torch.model import load
 from slackwater.engine.torch.sequence import Failed, Made
 from slackwater.engine.torch.weights import WeightBits
-from slackwater.errors import InvalidInputError
+from slackwater.errors import InvalidInputError, UnsupportedError
 from slackwater.ids import RequestId, Version
+from slackwater.rollout.evidence import TokenStep
 from slackwater.rollout.request import CompletionRequest, SamplingSpec
 
 
@@ -90,34 +91,41 @@ class Replayer:
 
         Raises:
             InvalidInputError: A name is taken, a prompt can't be served, or slots are lacking.
+            UnsupportedError: A distribution is one that a grammar constrains.
         """
         if len(self._begun) + len(answers) > self._slots:
             raise InvalidInputError(f"only {self._slots} answers fit at once", hint="drop some first")
         for name, (prompt, sampling) in answers.items():
             if name in self._begun:
                 raise InvalidInputError(f"the answer {name!r} has begun already", hint="drop it first")
-            request = CompletionRequest(request_id=RequestId(name), prompt_ids=prompt, sampling=sampling)
+            if sampling.grammar is not None:
+                raise UnsupportedError(f"the answer {name!r} has a grammar", hint="compare raw log-probabilities")
+            request = CompletionRequest(request_id=RequestId(name), prompt_ids=prompt, sampling=sampling, routes_from=0)
             self._core.check(request)
             self._begun[name] = request
 
     def extend(self, answers: Mapping[str, Sequence[int]]) -> dict[str, list[float]]:
-        """Force the next tokens of answers that have begun; their log-probabilities, by name.
+        """Force the next tokens of answers that have begun; their log-probabilities, by name. Raises as `force`."""
+        return {name: [step.logprob for step in steps] for name, steps in self.force(answers).items()}
+
+    def force(self, answers: Mapping[str, Sequence[int]]) -> dict[str, list[TokenStep]]:
+        """As `extend`, with all that the engine tells of a token: routes, and what else the sampling asks for.
 
         Raises:
             InvalidInputError: An answer hasn't begun, or a token can't follow.
             CorruptError: The weights in place make logits that are no numbers.
         """
-        found: dict[str, list[float]] = {name: [] for name in answers}
+        found: dict[str, list[TokenStep]] = {name: [] for name in answers}
         for name, ids in answers.items():
             if ids:
-                self._force(name, ids)
+                self._queue(name, ids)
         names = {number: name for name, number in self._numbers.items()}
         while self._core.busy:
             for event in self._core.step():
                 if isinstance(event, Failed):
                     raise event.error
                 if isinstance(event, Made):
-                    found[names[event.key]].append(event.step.logprob)
+                    found[names[event.key]].append(event.step)
         return found
 
     def drop(self, name: str) -> None:
@@ -127,7 +135,7 @@ class Replayer:
         if number is not None:
             self._core.abort(number)
 
-    def _force(self, name: str, ids: Sequence[int]) -> None:
+    def _queue(self, name: str, ids: Sequence[int]) -> None:
         if name not in self._begun:
             raise InvalidInputError(f"the answer {name!r} hasn't begun", hint="call begin first")
         if name in self._numbers:

@@ -12,13 +12,9 @@ class Runner(Protocol):
     """One thread calls every method, under torch's inference mode.
 
     A slot remembers the tokens of the pieces that it was given, each of which begins where the one before it ended. A
-    piece that begins at 0 makes it forget what was there.
+    piece that begins at 0 makes it forget what was there. The model's `Memory` says what `copy` can give: any number
+    of first tokens; those that were marked and all that there are; nothing.
     """
-
-    @property
-    def anywhere(self) -> bool:
-        """Whether `copy` can give any number of first tokens; else the marked ones, and all that there are."""
-        ...
 
     @property
     def routes(self) -> RouteStore | None:
@@ -34,7 +30,11 @@ class Runner(Protocol):
         ...
 
     def copy(self, slot: int, *, source: int, count: int) -> None:
-        """Make ``slot`` remember what ``source`` does of its first ``count`` tokens, and no more."""
+        """Make ``slot`` remember what ``source`` does of its first ``count`` tokens, and no more.
+
+        Raises:
+            InternalError: ``source`` can't give so many.
+        """
         ...
 
     def mark(self, slot: int) -> None:

@@ -43,6 +43,8 @@ class Ask:
     """Tokens that can't be drawn unless nothing else can."""
     tally: Tally | None = None
     """The tokens so far; needed where ``spec`` penalises them."""
+    allowed: npt.NDArray[np.bool_] | None = None
+    """``[vocabulary]``: what a grammar lets come next; None: there is none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +58,8 @@ class Drawn:
     top_logprobs: tuple[float, ...] = ()
     raw_logprob: float | None = None
     """Of the raw logits; None where it isn't asked for."""
+    raw_top_ids: tuple[int, ...] = ()
+    raw_top_logprobs: tuple[float, ...] = ()
     mask: bytes | None = None
     """See `slackwater.rollout.evidence.TokenStep.mask`."""
 
@@ -66,7 +70,7 @@ def uniform(seed: int, position: int) -> float:
 
 
 def sample(logits: Tensor, asks: Sequence[Ask]) -> list[Drawn | None]:
-    """Draw one token per row; None where a row has no finite largest logit.
+    """Draw one token per row; None where a row has no finite largest logit, or its grammar leaves none.
 
     Args:
         logits: ``[rows, vocabulary]``, any float dtype, not changed.
@@ -81,6 +85,9 @@ def _sample(logits: Tensor, asks: Sequence[Ask]) -> list[Drawn | None]:
     raw = logits.float()
     sound: list[bool] = raw.amax(dim=-1).isfinite().tolist()
     wide = _adjusted(raw, asks)
+    for row, ask in enumerate(asks):
+        if ask.allowed is not None:
+            sound[row] = sound[row] and bool(wide[row].amax() > -torch.inf)
     drawn: dict[int, Drawn] = {}
     for greedy, draw in ((True, _take), (False, _draw)):
         rows = [row for row, ask in enumerate(asks) if sound[row] and is_greedy(ask.spec) is greedy]
@@ -96,12 +103,12 @@ def is_greedy(spec: SamplingSpec) -> bool:
 
 
 def _adjusted(raw: Tensor, asks: Sequence[Ask]) -> Tensor:
-    rows = [row for row, ask in enumerate(asks) if changes(ask.spec, ask.banned)]
+    rows = [row for row, ask in enumerate(asks) if changes(ask.spec, ask.banned, ask.allowed)]
     if not rows:
         return raw
     wide = raw.clone()
     for row in rows:
-        adjust(wide[row], asks[row].spec, asks[row].banned, asks[row].tally)
+        adjust(wide[row], asks[row].spec, asks[row].banned, asks[row].tally, asks[row].allowed)
     return wide
 
 
@@ -158,8 +165,10 @@ def _add_raw(raw: Tensor, asks: Sequence[Ask], drawn: dict[int, Drawn]) -> None:
         return
     whole = support(_relative(_some(raw, rows)), [_PLAIN] * len(rows))
     tokens = torch.tensor([drawn[row].token_id for row in rows])
-    for row, logprob in zip(rows, whole.logprobs(tokens), strict=True):
-        drawn[row] = replace(drawn[row], raw_logprob=logprob)
+    for at, (row, logprob) in enumerate(zip(rows, whole.logprobs(tokens), strict=True)):
+        count = asks[row].spec.top_logprobs
+        ids, logs = whole.top(at, count) if count else ((), ())
+        drawn[row] = replace(drawn[row], raw_logprob=logprob, raw_top_ids=ids, raw_top_logprobs=logs)
 
 
 def _mix(value: int) -> int:

@@ -4,8 +4,10 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 from slackwater.engine.torch.adjust import Tally
+from slackwater.engine.torch.grammars import Matching
+from slackwater.engine.torch.prefix import Seat
 from slackwater.engine.torch.sampler import Ask, Drawn
-from slackwater.errors import SlackwaterError
+from slackwater.errors import CorruptError, SlackwaterError
 from slackwater.ids import Version
 from slackwater.rollout.evidence import Finish, PolicySpan, TokenStep, grown
 from slackwater.rollout.request import CompletionRequest
@@ -66,15 +68,19 @@ class Sequence:
     slot: int = -1
     cached: int = 0
     kv: tuple[PolicySpan, ...] = ()
-    """Which versions computed the rows that prefill has put in place."""
-    tell_kv: bool = False
-    """The next token has to say so: it isn't what its reader assumes."""
+    """Which versions computed the rows in place."""
+    told: tuple[PolicySpan, ...] = ()
+    """What the answer's reader takes that to be, up to the newest token; see `slackwater.rollout.evidence.kv_spans`."""
+    again: int = 0
+    """Tokens whose rows prefill computes, after the prompt's. Those of later ones come one by one, as they did."""
     tokens: list[int] = field(default_factory=list[int])
     """The completion so far. The row of its newest token is written by the next step."""
     version: Version | None = None
     """Of the newest token."""
     tally: Tally | None = None
     """Of its tokens, once the sampler was first asked; None where nothing penalises them."""
+    matching: Matching | None = None
+    """Where it stands in its grammar, after all of its tokens; None: it has none."""
 
     @property
     def made(self) -> int:
@@ -83,13 +89,29 @@ class Sequence:
 
     @property
     def filled(self) -> int:
-        """Rows that prefill has put in place."""
+        """Rows in place."""
         return self.kv[-1].end if self.kv else 0
 
     @property
     def due(self) -> int:
-        """Rows that prefill has to put in place: the prompt, and when it is done again all tokens but the newest."""
-        return len(self.request.prompt_ids) + max(0, self.made - 1)
+        """Rows that prefill has to put in place."""
+        return len(self.request.prompt_ids) + self.again
+
+    @property
+    def behind(self) -> bool:
+        """Whether rows have to be put in place before the step that draws its next token."""
+        return self.filled < len(self.request.prompt_ids) + max(0, self.made - 1)
+
+    @property
+    def reach(self) -> int:
+        """Rows that it needs for that token and the one after a first."""
+        return len(self.request.prompt_ids) + max(1, self.made)
+
+    @property
+    def following(self) -> Items[int]:
+        """The token whose row is the next after those of the prompt."""
+        at = self.filled - len(self.request.prompt_ids)
+        return self.tokens[at : at + 1]
 
     @property
     def position(self) -> int:
@@ -107,6 +129,25 @@ class Sequence:
         prompt = self.request.prompt_ids
         return [*prompt[begin:end], *self.tokens[max(0, begin - len(prompt)) : max(0, end - len(prompt))]]
 
+    def sit(self, seat: Seat, version: Version, *, exact: bool) -> None:
+        """Take a slot with what it starts with; ``version`` is in place.
+
+        ``exact``: rows that are lost are computed again in the shapes that they had, as long as the version is theirs.
+        """
+        self.slot, self.kv = seat.slot, seat.kv
+        if not self.made:
+            self.cached = seat.shared
+        if not exact or any(span.version != version for span in self.told):
+            self.again = max(0, self.made - 1)
+
+    def rise(self) -> None:
+        """Give the slot back, and the rows with it."""
+        self.slot, self.kv = -1, ()
+
+    def restart(self) -> None:
+        """Begin anew in the same slot: prefill computes the rows of all tokens but the newest."""
+        self.kv, self.cached, self.again = (), 0, max(0, self.made - 1)
+
     def ask(self) -> Ask:
         """What the sampler needs for the next token."""
         spec = self.request.sampling
@@ -119,14 +160,18 @@ class Sequence:
             forced=self.forced[self.made] if self.made < len(self.forced) else None,
             banned=tuple(self._stops()) if self.made < spec.min_tokens else (),
             tally=self.tally,
+            allowed=self.matching.allowed(self._stops()) if self.matching else None,
         )
 
     def accept(self, drawn: Drawn, version: Version, *, routes: bytes | None = None) -> TokenStep:
         """Take a token as the answer's next one; ``routes`` are told with it."""
-        kv, self.tell_kv = grown(self.kv, version, self.position) if self.tell_kv else (), False
+        assumed, built = (grown(spans, version, self.position) for spans in (self.told, self.kv))
+        self.told = built
         self.tokens.append(drawn.token_id)
         if self.tally is not None:
             self.tally.count(self.tokens[-1:])
+        if self.matching is not None and drawn.token_id not in self._stops():
+            self.matching.take(self.tokens[-1:])
         self.version = version
         return TokenStep(
             token_id=drawn.token_id,
@@ -134,12 +179,21 @@ class Sequence:
             version=version,
             top_ids=drawn.top_ids,
             top_logprobs=drawn.top_logprobs,
-            kv=kv,
+            kv=() if built == assumed else built,
             raw_logprob=drawn.raw_logprob,
+            raw_top_ids=drawn.raw_top_ids,
+            raw_top_logprobs=drawn.raw_top_logprobs,
             mask=drawn.mask,
             routes=routes,
             finish=self._finish(),
         )
+
+    def undrawable(self, version: Version) -> SlackwaterError:
+        """Why there is no next token, where the sampler finds none."""
+        if self.matching is not None and not self.matching.allowed(self._stops()).any():
+            return self.matching.failure()
+        where = f"version {version} made logits that are no numbers at position {self.position}"
+        return CorruptError(where, hint="put the previous version back")
 
     def _stops(self) -> frozenset[int]:
         """Tokens that end it, as the request has it."""

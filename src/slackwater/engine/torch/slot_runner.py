@@ -7,9 +7,14 @@ import torch
 from torch import Tensor
 
 from slackwater.engine.torch.batch import Batch, Pass
+from slackwater.engine.torch.experts import use_experts
+from slackwater.engine.torch.kernels.quicken import quicken
+from slackwater.engine.torch.kernels.team import Team
 from slackwater.engine.torch.model import LoadedModel
+from slackwater.engine.torch.recording import recording
 from slackwater.engine.torch.routing import RouteStore
 from slackwater.engine.torch.slots import SlotStore
+from slackwater.engine.torch.tap import RouterTap
 
 
 class SlotRunner:
@@ -20,17 +25,20 @@ class SlotRunner:
         slots: Rows.
         window: Most positions.
         threads: That attention may use.
+        invariant: Whether a token's arithmetic mustn't depend on what else is in a pass of the same shape.
     """
 
-    def __init__(self, model: LoadedModel, *, slots: int, window: int, threads: int = 1) -> None:
+    def __init__(
+        self, model: LoadedModel, *, slots: int, window: int, threads: int = 1, invariant: bool = False
+    ) -> None:
         self._model: Final = model
-        self._store: Final = SlotStore(model, slots=slots, window=window, threads=threads)
+        self._team: Final = Team(threads)
+        self._store: Final = SlotStore(model, slots=slots, window=window, team=self._team)
+        quicken(model.module, self._team)
         self.routes: Final = RouteStore(model.routing, slots=slots, window=window) if model.routing else None
-
-    @property
-    def anywhere(self) -> bool:
-        """See `Runner.anywhere`."""
-        return True
+        self._tap: Final = RouterTap(model.routers, model.routing) if model.routing else None
+        if model.routing:
+            use_experts(model.module, invariant=invariant)
 
     def run(self, work: Pass) -> Tensor:
         """See `Runner.run`."""
@@ -39,25 +47,30 @@ class SlotRunner:
         ends = np.array(batch.ends, dtype=np.int64)[list(work.wanted)]
         kept: Any = torch.from_numpy(ends)  # pyright: ignore[reportUnknownMemberType]
         module: Any = self._model.module
-        output = module(
-            input_ids=batch.ids,
-            position_ids=batch.positions,
-            past_key_values=self._store,
-            use_cache=True,
-            logits_to_keep=0 if work.every_logit else kept,
-            store=self._store,
-        )
+        with self._team.awake(), recording(self._tap, self.routes, batch):
+            output = module(
+                input_ids=batch.ids,
+                position_ids=batch.positions,
+                past_key_values=self._store,
+                use_cache=True,
+                logits_to_keep=0 if work.every_logit else kept,
+                store=self._store,
+            )
         logits: Tensor = output.logits[0]
         return logits[kept] if work.every_logit else logits
 
     def copy(self, slot: int, *, source: int, count: int) -> None:
         """See `Runner.copy`."""
-        if slot != source:
-            self._store.copy(slot, source=source, count=count)
+        if slot == source:
+            return
+        self._store.rows.copy(slot, source=source, count=count)
+        if self.routes:
+            self.routes.copy(slot, source=source, count=count)
 
     def mark(self, slot: int) -> None:
         """See `Runner.mark`: everything stays at hand."""
 
     def close(self) -> None:
         """See `Runner.close`."""
-        self._store.close()
+        self._store.rows.close()
+        self._team.close()
