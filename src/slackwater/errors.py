@@ -10,6 +10,7 @@
       ConflictError        someone else moved first, or the states do not fit: read again, plan again
         LostRaceError      another publisher committed this version
         WrongBaseError     a delta was made on another state than the one held
+        ForkError          the prior ids of an episode can't all be kept
         PolicyUnmetError   no replica holds a policy version that the request admits: retry later
       CorruptError         a digest, bound or format is wrong: discard, fetch elsewhere, never retry the bytes
       UnavailableError     transient: retry with back-off
@@ -94,6 +95,29 @@ class WrongBaseError(ConflictError):
     """A delta was made on another state than the one held: catch up from an anchor."""
 
     kind = "wrong_base"
+
+
+class ForkError(ConflictError):
+    """The prior ids of an episode can't all be kept: say that it may fork, or send others.
+
+    Args:
+        message: One sentence: what happened and where.
+        hint: What the reader can do about it; empty where the message says it already.
+        fork: How many of the prior ids can be kept.
+    """
+
+    kind = "fork"
+
+    def __init__(self, message: str, *, hint: str = "", fork: int = 0) -> None:
+        super().__init__(message, hint=hint)
+        self.fork = fork
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild_fork, (self.message, self.hint, self.fork)
+
+
+def _rebuild_fork(message: str, hint: str, fork: int) -> ForkError:
+    return ForkError(message, hint=hint, fork=fork)
 
 
 class PolicyUnmetError(ConflictError):

@@ -17,6 +17,7 @@ from slackwater.engine.torch.engine import TorchEngine
 from slackwater.ids import BootId, ReplicaId, RunId, Version
 from slackwater.rollout.completer import Answer
 from slackwater.rollout.request import CompletionRequest
+from slackwater.rollout.routes import Routing
 from slackwater.testing.loopback import Loopback
 from slackwater.testing.tiny_model import IM_END, write_tiny_model
 
@@ -35,6 +36,9 @@ class Served:
 
     def window(self) -> int:
         return self._engine.describe().window
+
+    def routing(self) -> Routing | None:
+        return self._engine.describe().routing
 
     async def complete(self, request: CompletionRequest) -> Answer:
         return await self._engine.generate(request)

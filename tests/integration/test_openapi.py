@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from base64 import b64encode
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from slackwater.api.openapi import document
 from slackwater.api.tokens import ChatTokenizer
 from slackwater.testing.completer import TableCompleter
 from slackwater.testing.loopback import Loopback
+from slackwater.testing.routes import ScriptedRouter
 from slackwater.testing.tiny_model import TINY_VOCAB, write_tiny_tokenizer
 
 schemathesis = pytest.importorskip("schemathesis")
@@ -22,23 +24,49 @@ jsonschema_rs = pytest.importorskip("jsonschema_rs")
 
 KEYS = Keys(inference="inference-key", control="control-key")
 ROWS = [[((token * 31 + position * 17) % 97) / 12 for token in range(TINY_VOCAB)] for position in range(9)]
-SHOWN = {"max_tokens": 5, "n": 2, "return_token_ids": True, "engine_data": {"raw_logprobs": True}}
+SHOWN = {
+    "max_tokens": 5,
+    "n": 2,
+    "return_token_ids": True,
+    "engine_data": {"raw_logprobs": True, "routed_experts": {"start": 0}},
+}
+ROUTER = ScriptedRouter()
+FORCED = {"dtype": "uint8", "shape": [1, 3, 2], "data": b64encode(ROUTER.rows([1])).decode()}
 GOOD: dict[str, list[dict[str, Any]]] = {
     "/v1/chat/completions": [
         {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 2, **SHOWN}
     ],
-    "/v1/completions": [{"prompt": "hi", "logprobs": 2, **SHOWN}, {"prompt": [1]}],
-    "/v1/score": [{"items": [{"prompt": "hi", "token_ids": [1, 2]}, {"prompt_ids": [1], "token_ids": [3]}]}],
+    "/v1/completions": [
+        {"prompt": "hi", "logprobs": 2, **SHOWN},
+        {"prompt": [1], "max_tokens": 0, "forced_routes": FORCED},
+    ],
+    "/v1/score": [
+        {
+            "items": [
+                {"prompt": "hi", "token_ids": [1, 2], "forced_routes": FORCED},
+                {"prompt_ids": [1], "token_ids": [3]},
+            ]
+        }
+    ],
     "/v1/tokenize": [{"prompt": "hi"}, {"messages": [{"role": "user", "content": "hi"}], "return_token_strs": True}],
     "/v1/detokenize": [{"tokens": [1, 2]}],
     "/inference/v1/generate": [
-        {"token_ids": [1], "sampling_params": {"logprobs": 2, "max_tokens": 4, "n": 2}, "output_mode": mode, **shown}
+        {
+            "token_ids": [1],
+            "sampling_params": {"logprobs": 2, "max_tokens": 4, "n": 2, "routed_experts_prompt_start": 0},
+            "output_mode": mode,
+            **shown,
+        }
         for mode in ("tokens", "text")
         for shown in ({}, {"engine_data": True, "return_token_ids": True})
     ],
     "/generate": [
         {"text": "hello", "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2, "engine_data": True},
-        {"input_ids": [[1], [2]], "sampling_params": {"max_new_tokens": 3, "stop_token_ids": [4]}},
+        {
+            "input_ids": [[1], [2]],
+            "sampling_params": {"max_new_tokens": 3, "stop_token_ids": [4]},
+            "return_routed_experts": True,
+        },
     ],
 }
 
@@ -46,7 +74,7 @@ GOOD: dict[str, list[dict[str, Any]]] = {
 @pytest.fixture
 async def url(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
     tokenizer = ChatTokenizer(write_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer")))
-    completer = TableCompleter(ROWS, versions=(4, 4, 5))
+    completer = TableCompleter(ROWS, versions=(4, 4, 5), router=ROUTER)
     async with Loopback(create_app(completer, tokenizer, KEYS, model_name="m")) as server:
         yield server.url
         await asyncio.wait_for(completer.until_active(0), 5)

@@ -205,6 +205,20 @@ def test_a8_01_each_key_opens_its_own_routes_alone(fleet: Fleet) -> None:
     assert {row["replica"] for row in fleet.ask("/v1/fleet")["replicas"]} == set(REPLICAS)
 
 
+def test_max_lag_counts_from_the_newest_version_of_the_bucket(fleet: Fleet) -> None:
+    fleet.settle()
+    body = {"prompt": "tide", "max_tokens": 2, "return_token_ids": True, "engine_data": True, "policy": {"max_lag": 0}}
+    for url in (fleet.url, *fleet.urls.values()):
+
+        def answered(url: str = url) -> Any:
+            reply = call(f"{url}/v1/completions", key=INFERENCE, body=body)
+            assert reply.status == 200 or reply.json["error"]["code"] == "policy_unmet"
+            return reply.json if reply.status == 200 else None
+
+        told = until(answered, "the newest version is known there")
+        assert told["choices"][0]["engine_data"]["policy"] == [[fleet.head, 0, 2]]
+
+
 def test_answers_in_flight_live_through_a_swap_to_a_published_delta(fleet: Fleet) -> None:
     before, done = fleet.head, threading.Event()
     answers: list[Told] = []

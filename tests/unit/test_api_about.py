@@ -60,7 +60,7 @@ async def test_text_goes_to_ids_and_back_with_all_its_special_tokens(at: Site) -
         ("/v1/tokenize", {"prompt": "x", "truncate": 3}, "unsupported"),
         ("/v1/tokenize", {"messages": []}, "invalid_input"),
         ("/v1/tokenize", {"messages": MESSAGES, "add_special_tokens": True}, "invalid_input"),
-        ("/v1/tokenize", {"messages": MESSAGES, "response_format": {"type": "json_object"}}, "unsupported"),
+        ("/v1/tokenize", {"messages": MESSAGES, "best_of": 2}, "unsupported"),
         ("/v1/detokenize", {"tokens": [TINY_VOCAB]}, "invalid_input"),
         ("/v1/detokenize", {"tokens": [-1]}, "invalid_input"),
         ("/v1/detokenize", {"tokens": [1] * 257}, "context_length_exceeded"),
@@ -89,11 +89,12 @@ async def test_fields_that_are_told_are_taken_and_others_refused(at: Site) -> No
     _, told = await get(at, "/v1/capabilities")
     assert set(told["sampling"]) == set(SamplingSpec.__slots__)
     assert {"temperature", "tools", "policy"} <= set(told["completions"])
-    assert not {"response_format", "best_of"} & set(told["completions"])
+    assert {"response_format", "structured_outputs", "guided_json"} <= set(told["completions"])
+    assert "best_of" not in told["completions"]
     assert {"token_ids", "logprobs", "policy", "kv"} <= set(told["evidence"])
     for path, names in (("/inference/v1/generate", "vllm_sampling_params"), ("/generate", "sglang_sampling_params")):
         prompt = {"token_ids": [1]} if path.startswith("/inference") else {"input_ids": [1]}
-        for name in ("structured_outputs", "no_such", *told[names]):
+        for name in ("bad_words_of_theirs", "no_such", *told[names]):
             _, reply = await at.post(path, {**prompt, "sampling_params": {name: None if name in told[names] else "x"}})
             assert ("error" in reply) is (name not in told[names])
 

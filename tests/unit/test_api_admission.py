@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slackwater.api.admission import Admission, Capacity, refusal, replica_capacity, retry_after_s
+from slackwater.api.admission import Admission, Capacity, refusal, replica_capacity, retry_after_s, too_many_tokens
 from slackwater.api.asking import MAX_ALTERNATIVES, requests, text_wanted
 from slackwater.api.faults import Fault, fault, rebuild
 from slackwater.api.schema import TextBody
@@ -63,6 +63,27 @@ def test_every_place_comes_back_whatever_order_they_are_given_back_in(
                 places.keep(most)
                 assert 0 <= admission.taken <= wanted
         assert admission.taken == 0
+
+
+@pytest.mark.parametrize(
+    ("limit", "others", "own", "taken"),
+    [(None, 10**9, 10**9, True), (10, 4, 6, True), (10, 4, 7, False), (10, 0, 11, True), (10, 11, 1, False)],
+)
+def test_prompts_are_taken_while_they_have_few_enough_tokens_together(
+    limit: int | None, others: int, own: int, *, taken: bool
+) -> None:
+    capacity = Capacity(places=6, at_once=4, prompt_tokens=limit)
+    assert (too_many_tokens(capacity, others=others, own=own) is None) is taken
+
+
+def test_a_requests_own_prompts_are_not_held_against_it_and_all_tokens_come_back() -> None:
+    admission = Admission(Capacity(places=8, at_once=4, prompt_tokens=10))
+    with admission.taking(2) as places, places.part(1) as part, part.prompting(9), places.prompting(9):
+        assert admission.tokens == 18
+        with admission.taking(1) as late, pytest.raises(OverloadedError, match="18 tokens"), late.prompting(1):
+            pass
+        assert admission.tokens == 18
+    assert admission.tokens == 0
 
 
 def test_a_refusal_takes_no_place_and_a_failure_gives_its_own_back() -> None:

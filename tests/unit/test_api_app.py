@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 from collections.abc import AsyncIterator
+from dataclasses import fields
 from typing import Any
 
 import aiohttp
@@ -14,9 +15,10 @@ from starlette.routing import Route
 
 from slackwater.api.app import create_app
 from slackwater.api.arrays import Array
-from slackwater.api.auth import Keys
+from slackwater.api.auth import INFERENCE_PATHS, Keys
 from slackwater.api.respond import read_body
 from slackwater.api.tokens import ChatTokenizer
+from slackwater.config.process import GatewaySettings, ReplicaSettings
 from slackwater.errors import InvalidInputError
 from slackwater.ids import Version
 from slackwater.rollout.evidence import Finish, PolicySpan
@@ -116,6 +118,26 @@ async def test_every_failure_has_the_envelope(session: aiohttp.ClientSession) ->
         async with session.request(method, path, data=body, headers=headers) as reply:
             assert reply.status == status
             assert (await reply.json())["error"]["message"]
+
+
+async def test_a8_14_a_browser_gets_nothing_from_another_origin(session: aiohttp.ClientSession) -> None:
+    """A page can't send a key without a preflight, which has none."""
+    preflight = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    paths = [*sorted(INFERENCE_PATHS), "/v1/hot-loads", "/control/v1/target", "/control/v1/status"]
+    for path in paths:
+        for method in ("OPTIONS", "GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "TRACE"):
+            headers = {"Origin": "https://elsewhere.example", **preflight}
+            async with session.request(method, path, headers=headers) as reply:
+                assert (path, method, reply.status) == (path, method, 401)
+                assert not [name for name in reply.headers if name.lower().startswith("access-control-")]
+    async with session.get("/health", headers={"Origin": "https://elsewhere.example"}) as reply:
+        assert "Access-Control-Allow-Origin" not in reply.headers, "a page can't read it"
+
+
+def test_a8_14_processes_listen_on_loopback_unless_they_are_told_otherwise() -> None:
+    for settings in (ReplicaSettings, GatewaySettings):
+        (host,) = [field.default for field in fields(settings) if field.name == "host"]
+        assert host == "127.0.0.1"
 
 
 async def test_a8_11_bad_bodies_leave_the_server_well(session: aiohttp.ClientSession) -> None:

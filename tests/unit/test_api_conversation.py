@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from slackwater.api.appending import extended, kept
 from slackwater.api.asking import chat_wanted
 from slackwater.api.conversation import conversation, parsing
+from slackwater.api.faults import STATUS, fault, rebuild
 from slackwater.api.parsing.families import REASONING_FORMATS, TOOL_FORMATS
 from slackwater.api.parsing.reader import said
 from slackwater.api.schema import ChatBody, read_chat
 from slackwater.api.tokens import ChatTokenizer
-from slackwater.errors import ConflictError, ContextLengthError, InvalidInputError, UnsupportedError
+from slackwater.errors import ContextLengthError, ForkError, InvalidInputError, UnsupportedError
 from slackwater.testing.tiny_model import END_OF_TEXT, IM_END, IM_START, TINY_CHAT_TEMPLATE
 
 HI = {"role": "user", "content": "hi"}
@@ -192,8 +194,14 @@ def test_an_answer_that_ended_otherwise_than_the_template_ends_it_is_a_fork(tmp_
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [IM_END, END_OF_TEXT]}))
     tokenizer = tokenizer_with(tmp_path, TINY_CHAT_TEMPLATE)
     prior = [IM_START, 65, END_OF_TEXT]
-    with pytest.raises(ConflictError, match=r"prior_token_ids .*first 2 ids"):
+    with pytest.raises(ForkError, match=r"prior_token_ids .*first 2 ids") as parted:
         appended(tokenizer, prior, [HI])
+    assert parted.value.fork == 2
+    told = fault(parted.value)
+    assert (told.code, told.param, told.fork, STATUS[told.type]) == ("fork", "prior_token_ids", 2, 409)
+    again = rebuild(told)
+    assert isinstance(again, ForkError)
+    assert (again.fork, pickle.loads(pickle.dumps(again)).fork) == (2, 2)
     ids = appended(tokenizer, prior, [HI], append="fork")
     assert ids[:3] == (IM_START, 65, IM_END)
     assert kept(tuple(prior), ids) == 2
@@ -222,8 +230,10 @@ def test_a_prompt_extends_the_prior_ids_or_says_where_it_parts(
 ) -> None:
     try:
         ids = extended(prior, bridge, special=special, ends=ends, forks=False)
-    except ConflictError:
+    except ForkError as parted:
+        fork = parted.fork
         assert prior[-1] in ends
+        assert fork == len(prior) - 1
         forked = extended(prior, bridge, special=special, ends=ends, forks=True)
         assert forked == prior[:-1] + bridge
         assert kept(prior, forked) in (len(prior) - 1, len(prior))

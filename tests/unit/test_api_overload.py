@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
+from time import perf_counter
 
 import aiohttp
 import pytest
@@ -12,16 +14,19 @@ from replica_rig import Rig, until, weights_at
 
 import slackwater.api.app as app_module
 from slackwater.api.admission import Admission, Capacity
+from slackwater.api.app import create_app
 from slackwater.checkpoint.canary import Canary
 from slackwater.ids import ReplicaId
 from slackwater.router.app import create_gateway
 from slackwater.router.policy import Health
 from slackwater.router.remote import RemoteReplica
 from slackwater.router.router import Router
+from slackwater.testing.completer import TableCompleter
 from slackwater.testing.engine import stamp_tokens, weights_stamp
 from slackwater.testing.loopback import Loopback
-from slackwater.testing.tiny_model import write_tiny_tokenizer
+from slackwater.testing.tiny_model import TINY_VOCAB, write_tiny_tokenizer
 
+_log = logging.getLogger(__name__)
 STAMP = weights_stamp(weights_at(0))
 STREAM = {"stream": True}
 GENERATE = {"request_id": "g", "prompt_ids": [1], "sampling": {"max_tokens": 3}}
@@ -90,6 +95,46 @@ async def test_a_full_app_says_so_on_every_route_before_it_makes_a_prompt(
     assert (at.tokenizer.made, at.load) == (before, PLACES)
     at.engine.release()
     assert [(await task).ids for task in tasks] == [[drawn(seed)] for seed in range(PLACES)]
+
+
+async def test_refusals_come_while_the_engine_makes_no_step(at: Busy) -> None:
+    """The engine is held, so nothing that it does can come first; how long each takes is logged."""
+    tasks = await fill(at)
+    waits: list[float] = []
+    for _ in range(50):
+        begun = perf_counter()
+        assert (await at.post(TEXT, IDS)).code == "overloaded"
+        waits.append(perf_counter() - begun)
+    assert (at.load, any(task.done() for task in tasks)) == (PLACES, False)
+    _log.info("50 refusals: median %.1f ms, longest %.1f ms", sorted(waits)[25] * 1e3, max(waits) * 1e3)
+    at.engine.release()
+    assert {(await task).status for task in tasks} == {200}
+
+
+@pytest.mark.parametrize("body", [{"prompt": [1] * 7, "max_tokens": 1}, {"prompt": [1] * 7, "max_tokens": 1, "n": 2}])
+async def test_prompts_of_too_many_tokens_together_are_refused(tokenizer: Counted, body: Mapping[str, object]) -> None:
+    table = TableCompleter([[float(token % 7) for token in range(TINY_VOCAB)]])
+    table.hold()
+    capacity = Capacity(places=9, at_once=9, prompt_tokens=10)
+    app = create_app(table, tokenizer, KEYS, model_name="m", capacity=capacity)
+    headers = {"Authorization": f"Bearer {KEYS.inference}"}
+    async with Loopback(app) as server, aiohttp.ClientSession(server.url, headers=headers) as session:
+
+        async def ask(sent: Mapping[str, object]) -> tuple[int, str | None]:
+            async with session.post(TEXT, data=json.dumps(sent)) as reply:
+                await reply.read()
+                return reply.status, reply.headers.get("Retry-After")
+
+        first = asyncio.ensure_future(ask(body))
+        await until(lambda: table.waiting > 0)
+        admitted = len(table.requests)
+        assert await ask(body) == (503, "1")
+        assert len(table.requests) == admitted
+        small = asyncio.ensure_future(ask({**body, "prompt": [1] * 3}))
+        await until(lambda: len(table.requests) > admitted)
+        table.release()
+        assert (await first, await small) == ((200, None), (200, None))
+        assert await ask({**body, "prompt": [1] * 30}) == (200, None), "alone, whatever it has"
 
 
 @pytest.mark.parametrize("streamed", [False, True])

@@ -48,6 +48,17 @@ async def test_a_reply_has_what_trainers_read(at: Site) -> None:
     assert Array(**meta["engine_data"]["token_ids"]).values() == tuple(reply["output_ids"])
 
 
+async def test_a3_03_raw_alternatives_come_where_raw_evidence_is_asked_for(replica: Site) -> None:
+    raws: list[object] = []
+    for params in ({}, {"temperature": 0.5, "top_p": 0.0001}):
+        sent = {**body(**params), "top_logprobs_num": 3, "engine_data": {"raw_logprobs": True}}
+        _, reply = await replica.post(PATH, {**sent, "input_ids": PROMPT})
+        data = reply["meta_info"]["engine_data"]
+        assert (data["status"]["raw_top"], data["raw_top"]["ids"]["shape"]) == ("ok", [9, 3])
+        raws.append(data["raw_top"])
+    assert raws[0] == raws[1], "the table's rows go by position alone"
+
+
 async def test_without_logprobs_none_are_shown(replica: Site) -> None:
     _, reply = await replica.post(PATH, {**body(), "return_logprob": False, "logprob_start_len": 0})
     assert not [name for name in reply["meta_info"] if "logprob" in name]
@@ -207,10 +218,11 @@ WRONG = (
     ({"top_logprobs_num": 21}, "top_logprobs_num"),
     ({"top_logprobs_num": 1, "return_logprob": False}, "top_logprobs_num"),
     ({"logprob_start_len": -2}, "logprob_start_len"),
-    ({"sampling_params": {"max_new_tokens": 0}}, "max_new_tokens"),
+    ({"sampling_params": {"max_new_tokens": -1}}, "max_new_tokens"),
     ({"sampling_params": {"sampling_seed": -1}}, "sampling_seed"),
     ({"sampling_params": [{}]}, "sampling_params"),
-    ({"policy": {"max_lag": 1}}, "policy"),
+    ({"policy": {"max_lag": -1}}, "policy"),
+    ({"extra_key": "x" * 257}, "extra_key"),
 )
 
 
@@ -228,9 +240,8 @@ UNSUPPORTED = (
     ({"return_routed_experts": True}, "return_routed_experts"),
     ({"image_data": "x"}, "image_data"),
     ({"lora_path": "x"}, "lora_path"),
-    ({"extra_key": "x"}, "extra_key"),
     ({"session_params": {"id": 1}}, "session_params"),
-    ({"sampling_params": {"regex": "a"}}, "regex"),
+    ({"sampling_params": {"structural_tag": "a"}}, "structural_tag"),
     ({"sampling_params": {"stream_interval": 4}}, "stream_interval"),
     ({"sampling_params": {"no_such": 1}}, "no_such"),
 )

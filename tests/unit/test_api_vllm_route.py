@@ -46,6 +46,15 @@ async def test_a_reply_has_what_trainers_read(at: Site) -> None:
     assert reply["usage"]["completion_tokens"] == 9
 
 
+async def test_a3_03_raw_alternatives_come_where_raw_evidence_is_asked_for(replica: Site) -> None:
+    for params in ({}, {"temperature": 0.5, "top_p": 0.0001}):
+        sent = {**body(logprobs=3, **params), "engine_data": {"raw_logprobs": True}}
+        _, reply = await replica.post(PATH, sent)
+        data = reply["choices"][0]["engine_data"]
+        assert (data["status"]["raw_top"], data["raw_top"]["ids"]["shape"]) == ("ok", [9, 3])
+        assert data["status"]["sampling_mask"] == "not_requested"
+
+
 @pytest.mark.parametrize("mode", ["tokens", "text"])
 @pytest.mark.parametrize(
     "params", [{}, {"n": 3}, {"stop": ["e"]}, {"stop_token_ids": [27]}, {"skip_special_tokens": False, "n": 2}], ids=str
@@ -149,12 +158,10 @@ async def test_a_version_that_nobody_holds_is_refused_before_a_token(at: Site) -
 
 
 UNSUPPORTED = (
-    ({"cache_salt": "x"}, "cache_salt"),
     ({"features": {"mm_hashes": {}}}, "features"),
     ({"kv_transfer_params": {"a": 1}}, "kv_transfer_params"),
     ({"return_token_logprobs": True}, "return_token_logprobs"),
     ({"sampling_params": {"prompt_logprobs": 3}}, "prompt_logprobs"),
-    ({"sampling_params": {"structured_outputs": {"json": {}}}}, "structured_outputs"),
     ({"sampling_params": {"allowed_token_ids": [4]}}, "allowed_token_ids"),
     ({"sampling_params": {"no_such": 0.5}}, "no_such"),
 )

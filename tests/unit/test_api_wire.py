@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from slackwater.api.arrays import Array, array
 from slackwater.api.engine_data import EngineData, engine_data
+from slackwater.api.mask_budget import MAX_REPLY_MASK_IDS
 from slackwater.api.respond import json_reply
 from slackwater.api.stream import line
 from slackwater.api.wire import (
@@ -79,6 +80,8 @@ STEPS = st.builds(
     provisional=st.booleans(),
     finish=st.none() | st.sampled_from(Finish),
     raw_logprob=st.none() | LOGPROBS,
+    raw_top_ids=st.lists(st.integers(0, 9), max_size=3).map(tuple),
+    raw_top_logprobs=st.lists(LOGPROBS, max_size=3).map(tuple),
     mask=st.none() | st.sets(st.integers(0, 2**31 - 1), max_size=9).map(sorted).map(pack_mask),
 )
 ORIGINS = st.builds(
@@ -327,7 +330,7 @@ def test_rows_of_alternatives_are_filled_up() -> None:
     assert data.policy == ((2, 0, 2),)
     assert data.kv == ((2, 0, 4),)
     assert data.replicas == (("r", "b", 0, 2),)
-    assert data.status["routed_experts"] == "unsupported"
+    assert data.status["routed_experts"] == "not_requested"
 
 
 def test_a_mask_of_any_size_fits_into_a_line() -> None:
@@ -350,11 +353,23 @@ def test_a_mask_that_is_none_is_refused(ids: bytes) -> None:
         decode_line(line(MaskLine(ids=b"\0\0\0\0" * (MAX_MASK_IDS + 1))))
 
 
-def evidence_of(*steps: TokenStep, raw: bool = True) -> EngineData:
+def test_a_reader_holds_no_more_masks_than_one_reply_may_have() -> None:
+    reader, wide = StepReader(3), pack_mask(range(MAX_MASK_IDS))
+    token = TokenLine(token_id=1, logprob=0.0, version=Version(7))
+    steps: list[TokenStep | None] = []
+    for _ in range(MAX_REPLY_MASK_IDS // MAX_MASK_IDS + 2):
+        reader.take(MaskLine(ids=wide))
+        steps.append(reader.take(token))
+    held = [step.mask for step in steps if step is not None]
+    assert held[-2:] == [b"", b""]
+    assert {len(mask or b"") for mask in held[:-2]} == {len(wide)}
+
+
+def evidence_of(*steps: TokenStep, raw: bool = True, top: int = 0) -> EngineData:
     origin = Origin(replica=ReplicaId("r"), boot=BootId("b"), run=RunId("d"), seed=1)
     asked = SamplingSpec(max_tokens=9, raw_logprobs=raw, sampling_mask=True)
     whole = Completion(origin=origin, steps=steps, finish=Finish.STOP)
-    return engine_data(whole, 0, prompt_tokens=3, sampling=asked)
+    return engine_data(whole, top, prompt_tokens=3, sampling=asked)
 
 
 def test_a3_01_both_kinds_of_logprobs_say_what_they_are() -> None:
@@ -362,6 +377,19 @@ def test_a3_01_both_kinds_of_logprobs_say_what_they_are() -> None:
     assert data.raw_logprobs is not None
     assert (data.logprobs.kind, data.logprobs.values.values()) == ("processed", (-0.5,))
     assert (data.raw_logprobs.kind, data.raw_logprobs.values.values()) == ("raw", (-math.inf,))
+
+
+def test_a3_03_the_raw_alternatives_are_told_apart_from_the_processed_ones() -> None:
+    plain = TokenStep(token_id=4, logprob=0.0, version=Version(2), top_ids=(4,), top_logprobs=(0.0,), raw_logprob=-0.5)
+    step = replace(plain, raw_top_ids=(4, 1), raw_top_logprobs=(-0.5, -1.0))
+    data = evidence_of(step, top=2)
+    assert data.top is not None
+    assert data.raw_top is not None
+    assert (data.top.ids.values(), data.raw_top.ids.values()) == ((4, -1), (4, 1))
+    assert data.raw_top.logprobs.values() == (-0.5, -1.0)
+    assert evidence_of(plain, top=2).status["raw_top"] == "unsupported", "an older replica's"
+    assert evidence_of(step, top=2, raw=False).status["raw_top"] == "not_requested"
+    assert evidence_of(step).raw_top is None
 
 
 def test_a3_22_masks_are_rows_of_ids_and_one_that_is_too_wide_is_told() -> None:

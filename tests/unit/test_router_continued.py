@@ -21,6 +21,7 @@ from slackwater.ids import BootId, ReplicaId, RequestId, StateDigest, Version
 from slackwater.rollout.completer import Answer
 from slackwater.rollout.evidence import Completion, Finish, Origin, PolicySpan, TokenStep, kv_spans
 from slackwater.rollout.request import CompletionRequest, PolicyConstraint, SamplingSpec
+from slackwater.rollout.routes import Routing
 from slackwater.router.policy import Health
 from slackwater.router.pool import ProbeReport
 from slackwater.router.router import Router
@@ -414,6 +415,9 @@ class StampReplica:
 
     def window(self) -> int:
         return 64
+
+    def routing(self) -> Routing | None:
+        return self.engine.describe().routing
 
     async def probe(self) -> ProbeReport:
         return ProbeReport(status="serving", version=self.engine.stats().version, window=64)

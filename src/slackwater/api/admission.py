@@ -22,19 +22,24 @@ class Capacity:
     """Answers that are asked for and haven't ended, at most."""
     at_once: int = MAX_REQUESTS
     """Of these, how many are made at the same time; the others wait."""
+    prompt_tokens: int | None = None
+    """Tokens of all prompts under way, at most, each counted once whatever its answers; None: no bound."""
 
 
-def replica_capacity(slots: int, max_waiting: int | None, max_requests: int) -> Capacity:
+def replica_capacity(
+    slots: int, max_waiting: int | None, max_requests: int, max_prompt_tokens: int | None = None
+) -> Capacity:
     """What a replica takes on.
 
     Args:
         slots: Answers decoded at once.
         max_waiting: Answers that wait for a slot, at most; None: `WAITING_PER_SLOT` for each slot.
         max_requests: Answers of the process, at most.
+        max_prompt_tokens: Tokens of all prompts under way, at most.
     """
     waiting = WAITING_PER_SLOT * slots if max_waiting is None else max_waiting
     places = min(max_requests, slots + waiting)
-    return Capacity(places=places, at_once=min(slots, places))
+    return Capacity(places=places, at_once=min(slots, places), prompt_tokens=max_prompt_tokens)
 
 
 def refusal(capacity: Capacity, *, taken: int, wanted: int) -> InvalidInputError | OverloadedError | None:
@@ -54,6 +59,23 @@ def refusal(capacity: Capacity, *, taken: int, wanted: int) -> InvalidInputError
     )
 
 
+def too_many_tokens(capacity: Capacity, *, others: int, own: int) -> OverloadedError | None:
+    """Why a request isn't gone on with; None: it is, as one that is alone always is.
+
+    Args:
+        capacity: Of the app.
+        others: Tokens of other requests' prompts.
+        own: Tokens of this one's prompts.
+    """
+    most = capacity.prompt_tokens
+    if most is None or not others or others + own <= most:
+        return None
+    return OverloadedError(
+        f"prompts of {others} tokens are under way here, and {own} more would be over {most}",
+        hint="ask again in a moment",
+    )
+
+
 def retry_after_s(over: int, at_once: int) -> int:
     """Seconds after which asking again may help: one for each round of answers that has to end first, 1 to 30.
 
@@ -70,11 +92,17 @@ class Admission:
     def __init__(self, capacity: Capacity) -> None:
         self.capacity = capacity
         self._taken = 0
+        self._tokens = 0
 
     @property
     def taken(self) -> int:
         """Places taken now."""
         return self._taken
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of prompts under way now."""
+        return self._tokens
 
     @contextmanager
     def taking(self, wanted: int) -> Generator["Places"]:
@@ -88,7 +116,7 @@ class Admission:
         if refused is not None:
             raise refused
         self._taken += wanted
-        places = Places(self, wanted)
+        places = Places(self, wanted, _Load())
         try:
             yield places
         finally:
@@ -98,13 +126,25 @@ class Admission:
         """Of `Places`: so many are free again."""
         self._taken -= count
 
+    def count_tokens(self, count: int) -> None:
+        """Of `Places`: so many more are under way, or fewer."""
+        self._tokens += count
+
+
+@dataclass(slots=True)
+class _Load:
+    """What one request has under way."""
+
+    tokens: int = 0
+
 
 class Places:
     """Some places, until they are given back."""
 
-    def __init__(self, admission: Admission, count: int) -> None:
+    def __init__(self, admission: Admission, count: int, load: _Load) -> None:
         self._admission = admission
         self._count = count
+        self._load = load
 
     def keep(self, most: int) -> None:
         """Give all but ``most`` back."""
@@ -117,8 +157,29 @@ class Places:
         """Put ``count`` of these, or as many as there are, aside as places of their own, until the exit at most."""
         count = min(count, self._count)
         self._count -= count
-        places = Places(self._admission, count)
+        places = Places(self._admission, count, self._load)
         try:
             yield places
         finally:
             places.keep(0)
+
+    @contextmanager
+    def prompting(self, tokens: int) -> Generator[None]:
+        """Count a prompt of the request as under way, until the exit.
+
+        Raises:
+            OverloadedError: With those of other requests, its prompts would have too many tokens.
+        """
+        own = self._load.tokens
+        refused = too_many_tokens(self._admission.capacity, others=self._admission.tokens - own, own=own + tokens)
+        if refused is not None:
+            raise refused
+        self._count_tokens(tokens)
+        try:
+            yield
+        finally:
+            self._count_tokens(-tokens)
+
+    def _count_tokens(self, count: int) -> None:
+        self._load.tokens += count
+        self._admission.count_tokens(count)

@@ -148,7 +148,8 @@ class _Service:
     async def _answer(self, request: Request, asked: _Asked) -> Response:
         if asked.wanted.stream:
             return StreamedReply(partial(self._streamed, asked), SSE)
-        return await answered(request, self._whole(asked))
+        heavy = asked.wanted.routes_from is not None
+        return await answered(request, self._whole(asked), heavy=heavy)
 
     async def _streamed(self, asked: _Asked, outlet: Outlet) -> None:
         async with self._under_way(asked) as exchange:
@@ -181,6 +182,7 @@ class _Service:
         # A router asks again while the connection that it lost may still be open here: the name is shared.
         with (
             self._serving.admission.taking(1) as places,
+            places.prompting(len(ask.prompt_ids)),
             self._live.entered(ask.request_id, self._completer, places, shared=True) as completer,
         ):
             answer = await completer.complete(ask)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from typing import Final
 
-from slackwater.errors import ConflictError, UnsupportedError
+from slackwater.errors import ForkError, UnsupportedError
 
 _ANSWER: Final = "slackwater0answer0ends0here"
 """Stands for the assistant's last answer: one word that no template changes."""
@@ -46,16 +46,17 @@ def extended(
         forks: Whether to give up the last prior id where the template goes on from another one.
 
     Raises:
-        ConflictError: It does, and ``forks`` is false. The message says at which id they part.
+        ForkError: It does, and ``forks`` is false.
     """
     if prior[-1] == bridge[0] and bridge[0] in special:
         return prior + bridge[1:]
     if prior[-1] not in ends:  # the answer was cut: the bridge ends it
         return prior + bridge
     if not forks:
-        raise ConflictError(
+        raise ForkError(
             f"prior_token_ids end with {prior[-1]} where the chat template goes on with {bridge[0]}",
             hint=f'send "append": "fork" to keep the first {len(prior) - 1} ids',
+            fork=len(prior) - 1,
         )
     return prior[:-1] + bridge
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
-from slackwater.api.schema import ChatBody, PolicyField, Sampled, TextBody
+from slackwater.api.schema import ChatBody, EngineDataField, PolicyField, RoutesField, Sampled, TextBody
 from slackwater.errors import ContextLengthError, InvalidInputError, NotFoundError
 from slackwater.ids import RequestId, Version
 from slackwater.rollout.request import (
@@ -27,6 +27,8 @@ MAX_MESSAGES: Final = 10_000
 """Most messages of one conversation."""
 MAX_ALTERNATIVES: Final = 4 * 1024 * 1024
 """Most alternatives of one reply: answers times tokens times alternatives per token."""
+MAX_ROUTE_BYTES: Final = 256 * 1024 * 1024
+"""Most bytes of routes of one reply, before base64."""
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _TOKEN_ID: Final = re.compile(r"[0-9]{1,10}")
 
@@ -47,6 +49,10 @@ class Wanted:
     """As part of ``engine_data``."""
     sampling_mask: bool = False
     """Likewise."""
+    routes_from: int | None = None
+    """The first position whose routes are wanted; None: of none."""
+    prefills: bool = False
+    """``max_tokens`` is 0: the prompt is read, and the answer has no token."""
     prior_ids: tuple[int, ...] = ()
     """Of an episode that goes on: how many of them the prompt kept is told."""
 
@@ -87,7 +93,26 @@ def _wanted(body: Sampled, *, logprobs: bool, top: int) -> Wanted:
         engine_data=evidence is not None,
         raw_logprobs=evidence is not None and evidence.raw_logprobs,
         sampling_mask=evidence is not None and evidence.sampling_mask,
+        routes_from=_routes_from(evidence),
+        prefills=_prefills(body),
     )
+
+
+def _routes_from(evidence: EngineDataField | None) -> int | None:
+    asked = evidence.routed_experts if evidence else False
+    return asked.start if isinstance(asked, RoutesField) else 0 if asked else None
+
+
+def _prefills(body: Sampled) -> bool:
+    prefills = _limit(body) == 0
+    if prefills and (body.min_tokens or body.forced_token_ids):
+        raise InvalidInputError("max_tokens is wrong: 0 leaves no token for min_tokens or forced_token_ids")
+    return prefills
+
+
+def _limit(body: Sampled) -> int | None:
+    limit = body.max_completion_tokens if isinstance(body, ChatBody) else None
+    return _or(limit, body.max_tokens)
 
 
 def check_model(asked: str, served: str) -> None:
@@ -117,6 +142,7 @@ def requests(
     window: int,
     request_id: str,
     model: str,
+    forced_routes: bytes = b"",
 ) -> tuple[CompletionRequest, ...]:
     """One request per choice; choice ``i`` draws with ``seed + i``.
 
@@ -127,6 +153,7 @@ def requests(
         window: Context window in tokens.
         request_id: Unique; each choice appends its index.
         model: Name of the served model.
+        forced_routes: Of the same body, checked.
 
     Raises:
         ContextLengthError: Nothing of the window is left.
@@ -136,6 +163,11 @@ def requests(
     if left < 1:
         raise ContextLengthError(
             f"the prompt has {len(prompt_ids)} tokens and the window {window}", hint="shorten the prompt"
+        )
+    if wanted.routes_from is not None and not 0 <= wanted.routes_from < len(prompt_ids):
+        raise InvalidInputError(
+            f"engine_data is out of range: routes from position {wanted.routes_from}",
+            hint=f"name a position of the prompt, which has {len(prompt_ids)}",
         )
     forced = body.forced_token_ids or ()
     if len(forced) > left:
@@ -149,6 +181,9 @@ def requests(
             forced_ids=forced,
             streamed=wanted.stream,
             model=model,
+            cache_salt=body.cache_salt or "",
+            routes_from=wanted.routes_from,
+            forced_routes=forced_routes,
         )
         for index in range(_or(body.n, 1))
     )
@@ -171,10 +206,31 @@ def check_alternatives(asks: Sequence[CompletionRequest], window: int) -> None:
         )
 
 
+def check_route_bytes(asks: Sequence[CompletionRequest], window: int, row_bytes: int) -> None:
+    """Raises InvalidInputError where the routes of all answers are too many for one reply.
+
+    Args:
+        asks: All that one reply answers.
+        window: Context window in tokens.
+        row_bytes: Of one position, as the reply has it.
+    """
+    positions = sum(
+        min(window, len(ask.prompt_ids) + ask.sampling.max_tokens) - ask.routes_from
+        for ask in asks
+        if ask.routes_from is not None
+    )
+    most = positions * row_bytes
+    if most > MAX_ROUTE_BYTES:
+        raise InvalidInputError(
+            f"engine_data is out of range: one reply could have {most} bytes of routed_experts",
+            hint=f"at most {MAX_ROUTE_BYTES}: ask for a later start, fewer tokens or fewer choices",
+        )
+
+
 def _sampling(body: Sampled, wanted: Wanted, index: int, default_tokens: int) -> SamplingSpec:
-    limit = body.max_completion_tokens if isinstance(body, ChatBody) else None
     return SamplingSpec(
-        max_tokens=_or(limit, _or(body.max_tokens, default_tokens)),
+        # Every engine samples a token; the reader of an answer without one drops it.
+        max_tokens=1 if wanted.prefills else _or(_limit(body), default_tokens),
         temperature=_or(body.temperature, 1.0),
         top_p=_or(body.top_p, 1.0),
         top_k=0 if body.top_k == -1 else _or(body.top_k, 0),
@@ -190,6 +246,7 @@ def _sampling(body: Sampled, wanted: Wanted, index: int, default_tokens: int) ->
         ignore_eos=bool(body.ignore_eos),
         raw_logprobs=wanted.raw_logprobs,
         sampling_mask=wanted.sampling_mask,
+        grammar=body.grammar(),
     )
 
 
@@ -215,6 +272,7 @@ def policy_constraint(policy: PolicyField | None) -> PolicyConstraint:
         min_version=None if low is None else Version(low),
         exact_version=None if exact is None else Version(exact),
         any_kv=policy.kv == "any",
+        max_lag=policy.max_lag,
     )
 
 

@@ -10,19 +10,32 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from slackwater.api import asking, conversation, schema, score, sglang, sglang_shapes, vllm
+from slackwater.api import asking, conversation, mask_budget, schema, score, sglang, sglang_shapes, structured, vllm
 from slackwater.api.auth import INFERENCE_PATHS
 from slackwater.api.engine_data import EngineData
 from slackwater.api.respond import json_reply
 from slackwater.api.serving import Serving
+from slackwater.rollout import grammar
 from slackwater.rollout import request as asked
 from slackwater.rollout.evidence import Finish
 from slackwater.rollout.request import PolicyConstraint, SamplingSpec
+from slackwater.rollout.routes import Routing
 
 API_VERSION: Final = 1
 """Counts changes of this API that break its callers."""
-_BOUNDED: Final[tuple[ModuleType, ...]] = (asked, schema, asking, conversation, score, sglang_shapes)
-_NO_EVIDENCE: Final = frozenset({"status"})
+_BOUNDED: Final[tuple[ModuleType, ...]] = (
+    asked, grammar, schema, asking, conversation, mask_budget, structured, score, sglang_shapes,
+)  # fmt: skip
+_NO_EVIDENCE: Final = frozenset({"status", "reasons"})
+
+
+class RoutingCard(msgspec.Struct, frozen=True, kw_only=True):
+    """What the model's routers choose from; see `slackwater.rollout.routes.Routing`."""
+
+    layers: tuple[int, ...]
+    experts: int
+    per_token: int
+    dtype: Literal["uint8", "uint16"]
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +61,10 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of a policy constraint."""
     evidence: tuple[str, ...]
     """Fields of ``engine_data``; its ``status`` says what each is worth."""
+    unsupported: tuple[str, ...]
+    """Those of them that this model can't give."""
+    routing: RoutingCard | None
+    """null: the model has no routers, or that isn't known."""
     logprobs: tuple[Literal["processed", "raw"], ...]
     """Kinds of log-probabilities."""
     finish: tuple[Finish, ...]
@@ -68,6 +85,7 @@ def routes(serving: Serving) -> list[Route]:
 
 def _capabilities(serving: Serving) -> Capabilities:
     spec = tuple(field.name for field in fields(SamplingSpec))
+    routing = serving.completer.routing()
     return Capabilities(
         api_version=API_VERSION,
         model=serving.model,
@@ -80,10 +98,16 @@ def _capabilities(serving: Serving) -> Capabilities:
         sglang_sampling_params=_taken(sglang_shapes.SAMPLING.names),
         policy=tuple(field.name for field in fields(PolicyConstraint)),
         evidence=tuple(name for name in EngineData.__struct_fields__ if name not in _NO_EVIDENCE),
+        unsupported=() if routing else ("routed_experts",),
+        routing=_card(routing) if routing else None,
         logprobs=("processed", "raw") if "raw_logprobs" in spec else ("processed",),
         finish=tuple(Finish),
         limits=dict(LIMITS),
     )
+
+
+def _card(routing: Routing) -> RoutingCard:
+    return RoutingCard(layers=routing.layers, experts=routing.experts, per_token=routing.per_token, dtype=routing.dtype)
 
 
 def _completions() -> tuple[str, ...]:

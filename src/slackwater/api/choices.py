@@ -3,16 +3,18 @@
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 
 from msgspec import UNSET
 
 from slackwater.api.appending import kept
+from slackwater.api.arrays import PIECE_BYTES
 from slackwater.api.asking import Wanted
 from slackwater.api.faults import Envelope, fault
 from slackwater.api.reading import Reading
 from slackwater.api.replies import ChatChoice, ChatDelta, Reply, TextChoice, Usage
 from slackwater.api.shapes import Shape, usage
-from slackwater.api.stream import DONE, Outlet, event, together
+from slackwater.api.stream import DONE, Outlet, event, made, together
 from slackwater.errors import SlackwaterError
 from slackwater.rollout.completer import Completer
 
@@ -62,6 +64,10 @@ async def whole(exchange: Exchange) -> Reply:
         SlackwaterError: A choice failed; the others were aborted.
     """
     await together(reading.read(exchange.completer) for reading in exchange.readings)
+    return await made(partial(_ended, exchange), heavy=exchange.wanted.routes_from is not None)
+
+
+def _ended(exchange: Exchange) -> Reply:
     choices = [exchange.shape.choice(reading) for reading in exchange.readings]
     return exchange.reply(exchange.shape.whole, choices, counted=usage(exchange.readings), shows_prompt=True)
 
@@ -89,6 +95,10 @@ async def stream(exchange: Exchange, outlet: Outlet) -> None:
 async def _stream_choice(exchange: Exchange, reading: Reading, outlet: Outlet) -> None:
     async with aclosing(reading.pieces(exchange.completer)) as pieces:
         async for piece in pieces:
-            for part in exchange.shape.parts(reading, piece):
-                opens = not outlet.started
-                await outlet.write(event(exchange.reply(exchange.shape.chunk, (part,), shows_prompt=opens)))
+            heavy = piece.routes is not None and len(piece.routes.data) > PIECE_BYTES
+            for part in await made(partial(exchange.shape.parts, reading, piece), heavy=heavy):
+                await outlet.make(partial(_chunk, exchange, part, outlet), heavy=heavy)
+
+
+def _chunk(exchange: Exchange, part: ChatDelta | TextChoice, outlet: Outlet) -> bytes:
+    return event(exchange.reply(exchange.shape.chunk, (part,), shows_prompt=not outlet.started))

@@ -8,6 +8,7 @@ from typing import Final, Literal, TypeVar
 import msgspec
 
 from slackwater.api.arrays import Array, array, packed
+from slackwater.api.routed import NOT_ROUTED, Routed, RoutedExperts
 from slackwater.ids import BootId, ReplicaId, RunId, Version
 from slackwater.rollout.evidence import MASK_ID_BYTES, Completion, Finish, PolicySpan, ReplicaSpan, kv_spans
 from slackwater.rollout.request import SamplingSpec
@@ -73,8 +74,14 @@ class EngineData(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Absent unless alternatives were asked for."""
     raw_logprobs: Logprobs | None = None
     """Absent unless asked for."""
+    raw_top: Top | None = None
+    """As ``top``, of the raw logits; absent unless alternatives and ``raw_logprobs`` were asked for."""
     sampling_mask: Masks | None = None
     """Absent unless asked for."""
+    routed_experts: RoutedExperts | None = None
+    """Absent unless asked for, and in streams, whose chunks have them."""
+    reasons: dict[str, str] | None = None
+    """Why a status is what it is, for people, where that isn't plain."""
 
 
 PARTIAL: Final = "partial"
@@ -86,7 +93,12 @@ PROVISIONAL: Final = "provisional"
 
 
 def engine_data(
-    completion: Completion, top_logprobs: int, *, prompt_tokens: int, sampling: SamplingSpec | None = None
+    completion: Completion,
+    top_logprobs: int,
+    *,
+    prompt_tokens: int,
+    sampling: SamplingSpec | None = None,
+    routed: Routed = NOT_ROUTED,
 ) -> EngineData:
     """Describe a whole answer.
 
@@ -95,9 +107,15 @@ def engine_data(
         top_logprobs: How many alternatives were asked for.
         prompt_tokens: Length of the prompt.
         sampling: What else was asked for; None: nothing.
+        routed: What is told of its routes.
     """
     origin, asked = completion.origin, sampling or _NOTHING
     raws = _known(step.raw_logprob for step in completion.steps) if asked.raw_logprobs else None
+    raw_width = top_logprobs if asked.raw_logprobs else 0
+    raw_tops = _known(
+        (step.raw_top_ids, step.raw_top_logprobs) if step.raw_top_ids else None for step in completion.steps
+    )
+    tops = [(step.top_ids, step.top_logprobs) for step in completion.steps]
     masks = _known(step.mask for step in completion.steps) if asked.sampling_mask else None
     return EngineData(
         run=origin.run,
@@ -109,9 +127,12 @@ def engine_data(
         prompt_version=origin.prompt_version,
         token_ids=array("int32", completion.token_ids),
         logprobs=Logprobs(values=array("float32", completion.logprobs)),
-        top=_top(completion, top_logprobs) if top_logprobs else None,
+        top=_top(tops, top_logprobs) if top_logprobs else None,
         raw_logprobs=Logprobs(kind="raw", values=array("float32", raws)) if raws is not None else None,
+        raw_top=_top(raw_tops, raw_width) if raw_width and raw_tops is not None else None,
         sampling_mask=_masks(masks) if masks is not None else None,
+        routed_experts=routed.told,
+        reasons={"routed_experts": routed.reason} if routed.reason else None,
         seed=origin.seed,
         cached_tokens=origin.cached_tokens,
         finish=completion.finish,
@@ -121,8 +142,9 @@ def engine_data(
             "token_ids": "ok",
             "logprobs": "ok",
             "top": "ok" if top_logprobs else "not_requested",
-            "routed_experts": "unsupported",
+            "routed_experts": routed.status,
             "raw_logprobs": _told(raws, asked=asked.raw_logprobs),
+            "raw_top": _told(raw_tops, asked=raw_width > 0),
             "sampling_mask": PARTIAL if b"" in (masks or ()) else _told(masks, asked=asked.sampling_mask),
         },
     )
@@ -155,12 +177,12 @@ def _named(spans: Sequence[ReplicaSpan]) -> tuple[tuple[ReplicaId, BootId, int, 
     return tuple((span.replica, span.boot, span.start, span.end) for span in spans)
 
 
-def _top(completion: Completion, width: int) -> Top:
+def _top(tops: Sequence[tuple[Sequence[int], Sequence[float]]], width: int) -> Top:
     ids: list[int] = []
     logprobs: list[float] = []
-    for step in completion.steps:
-        missing = width - len(step.top_ids)
-        ids += [*step.top_ids, *[_ABSENT_ID] * missing][:width]
-        logprobs += [*step.top_logprobs, *[-math.inf] * missing][:width]
-    shape = (len(completion.steps), width)
+    for some, logs in tops:
+        missing = width - len(some)
+        ids += [*some, *[_ABSENT_ID] * missing][:width]
+        logprobs += [*logs, *[-math.inf] * missing][:width]
+    shape = (len(tops), width)
     return Top(ids=array("int32", ids, shape), logprobs=array("float32", logprobs, shape))

@@ -11,6 +11,7 @@ from msgspec import UNSET, UnsetType
 from slackwater.api.schema import FIELDS
 from slackwater.errors import (
     CorruptError,
+    ForkError,
     InternalError,
     OverloadedError,
     PolicyUnmetError,
@@ -28,6 +29,7 @@ STATUS: Final = MappingProxyType(
         "conflict": HTTPStatus.CONFLICT,
         "lost_race": HTTPStatus.CONFLICT,
         "wrong_base": HTTPStatus.CONFLICT,
+        "fork": HTTPStatus.CONFLICT,
         "policy_unmet": HTTPStatus.CONFLICT,
         "unavailable": HTTPStatus.SERVICE_UNAVAILABLE,
         "replica_lost": HTTPStatus.SERVICE_UNAVAILABLE,
@@ -45,7 +47,8 @@ STATUS: Final = MappingProxyType(
 _FURTHER: Final = frozenset({
     "token_ids", "prompt_ids", "items", "sampling_params", "cache_salt", "priority", "features", "output_mode",
     "input_ids", "rid", "max_new_tokens", "min_new_tokens", "sampling_seed", "return_logprob", "logprob_start_len",
-    "top_logprobs_num", "return_routed_experts", "trace_decode_token_ids", "add_special_tokens",
+    "top_logprobs_num", "return_routed_experts", "trace_decode_token_ids", "add_special_tokens", "extra_key",
+    "grammar", "json_schema", "regex", "ebnf",
 })  # fmt: skip
 """Fields of the further routes."""
 
@@ -73,6 +76,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     """Policy versions held; of ``policy_unmet`` alone."""
     retry_after_s: int | UnsetType = UNSET
     """As in ``Retry-After``; of ``overloaded`` alone."""
+    fork: int | UnsetType = UNSET
+    """How many of the prior ids can be kept; of ``fork`` alone."""
 
 
 class Envelope(msgspec.Struct, frozen=True):
@@ -92,6 +97,7 @@ def fault(error: SlackwaterError) -> Fault:
         hint=error.hint,
         versions=error.versions if isinstance(error, PolicyUnmetError) else (),
         retry_after_s=error.retry_after_s if isinstance(error, OverloadedError) else UNSET,
+        fork=error.fork if isinstance(error, ForkError) else UNSET,
     )
 
 
@@ -108,6 +114,8 @@ def rebuild(seen: Fault) -> SlackwaterError:
     message = seen.message.removesuffix(suffix)
     if seen.type == PolicyUnmetError.kind:
         return PolicyUnmetError(message, hint=seen.hint, versions=seen.versions)
+    if seen.type == ForkError.kind and seen.fork is not UNSET:
+        return ForkError(message, hint=seen.hint, fork=seen.fork)
     if seen.type == OverloadedError.kind and seen.retry_after_s is not UNSET:
         wait = min(max(1, seen.retry_after_s), MAX_RETRY_AFTER_S)
         return OverloadedError(message, hint=seen.hint, retry_after_s=wait)

@@ -11,11 +11,12 @@ from msgspec import UNSET, UnsetType
 
 from slackwater.api.engine_data import EngineData, engine_data
 from slackwater.api.reading import Reading
-from slackwater.api.schema import TextBody, misfit, read_with
+from slackwater.api.schema import EngineDataField, RoutesField, TextBody, misfit, read_with
 from slackwater.api.shapes import IMPOSSIBLE
 from slackwater.api.text import TextStream, TokenTable
 from slackwater.errors import InvalidInputError, UnsupportedError
 from slackwater.rollout.evidence import Finish, TokenStep, mask_ids, spans
+from slackwater.rollout.routes import Routing
 
 
 class WeightVersion(msgspec.Struct, frozen=True, kw_only=True):
@@ -188,7 +189,34 @@ def evidence(reading: Reading, *, wanted: bool, top_logprobs: int) -> EngineData
         return UNSET
     asked = reading.request
     prompt_tokens = len(asked.prompt_ids)
-    return engine_data(reading.completion(), top_logprobs, prompt_tokens=prompt_tokens, sampling=asked.sampling)
+    return engine_data(
+        reading.completion(),
+        top_logprobs,
+        prompt_tokens=prompt_tokens,
+        sampling=asked.sampling,
+        routed=reading.routed(),
+    )
+
+
+def check_routed(routing: Routing | None, name: str) -> None:
+    """Raises UnsupportedError where another server's field ``name`` asks for routes that can't be told: its answer has
+    no place to say so.
+    """
+    if routing is None:
+        raise UnsupportedError(f"{name} isn't supported: this model has no routers", hint="leave it out")
+
+
+def with_routes(asked: bool | EngineDataField | None, start: int) -> EngineDataField:
+    """``engine_data`` of a request that asks for routes in its own words as well.
+
+    Raises:
+        InvalidInputError: They begin elsewhere.
+    """
+    field = asked if isinstance(asked, EngineDataField) else EngineDataField()
+    told = field.routed_experts
+    if told and start != (told.start if isinstance(told, RoutesField) else 0):
+        raise InvalidInputError("engine_data is wrong: its routed_experts begin elsewhere", hint="name one start")
+    return msgspec.structs.replace(field, routed_experts=RoutesField(start=start))
 
 
 def masks(steps: Sequence[TokenStep]) -> tuple[tuple[int, ...], ...] | None:

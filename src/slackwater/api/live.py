@@ -8,6 +8,7 @@ from slackwater.errors import ConflictError, NotFoundError
 from slackwater.rollout.completer import Answer, Completer
 from slackwater.rollout.evidence import Finish, Origin, TokenStep
 from slackwater.rollout.request import CompletionRequest
+from slackwater.rollout.routes import Routing
 
 
 class LiveRequest:
@@ -41,6 +42,10 @@ class LiveRequest:
     def window(self) -> int:
         """See `Completer.window`."""
         return self._completer.window()
+
+    def routing(self) -> Routing | None:
+        """See `Completer.routing`."""
+        return self._completer.routing()
 
     async def abort(self) -> int:
         """End every answer that hasn't; what came of it by now stands. Returns how many this call ends."""

@@ -22,7 +22,7 @@ from slackwater.api.sglang_shapes import Generated, SglangBody
 from slackwater.api.stream import NDJSON, SSE
 from slackwater.api.tokenizing import DetokenizeBody, Detokenized, TokenizeChat, TokenizeText, Tokens
 from slackwater.api.vllm import GenerateBody, GeneratedReply
-from slackwater.api.wire import EndLine, ErrorLine, KvLine, OriginLine, TokenLine
+from slackwater.api.wire import EndLine, ErrorLine, KvLine, MaskLine, OriginLine, RoutesLine, TokenLine
 from slackwater.rollout.request import CompletionRequest
 
 _REF: Final = "#/components/schemas/{name}"
@@ -55,7 +55,7 @@ class _Operation:
         return (*self.body, *(one for types in self.replies.values() for one in types))
 
 
-_LINES: Final = (OriginLine, KvLine, TokenLine, EndLine, ErrorLine)
+_LINES: Final = (OriginLine, KvLine, MaskLine, RoutesLine, TokenLine, EndLine, ErrorLine)
 _TEXT_REPLY: Final = _reply("TextReply", TextChoice)
 _OPERATIONS: Final = (
     _Operation(

@@ -6,6 +6,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from slackwater.api.engine_data import EngineData
+from slackwater.api.routed import RoutedExperts
 from slackwater.rollout.evidence import Finish
 
 
@@ -120,6 +121,8 @@ class Extras(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: Finish | Literal["tool_calls"] | None
     token_ids: tuple[int, ...] | UnsetType = UNSET
     engine_data: EngineData | UnsetType = UNSET
+    routed_experts: RoutedExperts | UnsetType = UNSET
+    """Of a chunk alone: the rows that came with its tokens. A whole choice has them in ``engine_data``."""
 
 
 class ChatChoice(Extras, frozen=True, kw_only=True):

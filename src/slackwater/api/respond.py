@@ -9,9 +9,11 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from slackwater.api.faults import STATUS, Envelope, fault, retry_after_s
 from slackwater.api.schema import MAX_BODY_BYTES
+from slackwater.api.stream import pieces
 from slackwater.errors import InternalError, InvalidInputError, NotFoundError, SlackwaterError
 
 _log = logging.getLogger(__name__)
@@ -22,7 +24,19 @@ CLIENT_GONE: Final = 499
 
 def json_reply(value: object, status: int = 200) -> Response:
     """Encode a reply. NaN and infinities, which JSON lacks, come out as null."""
-    return Response(msgspec.json.encode(value), status, media_type="application/json")
+    return _PiecedReply(msgspec.json.encode(value), status, media_type="application/json")
+
+
+class _PiecedReply(Response):
+    """Sends a long body piece by piece, as fast as the client reads."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        del scope, receive
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        for piece in pieces(bytes(self.body)):
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def read_body(request: Request, limit: int = MAX_BODY_BYTES) -> bytes:

@@ -6,7 +6,10 @@ from typing import ClassVar, Final, Literal, TypeVar
 
 import msgspec
 
+from slackwater.api.arrays import Array
+from slackwater.api.structured import Choices, ResponseFormat, Schema, StructuredOutputs, the_one
 from slackwater.errors import InvalidInputError, UnsupportedError
+from slackwater.rollout.grammar import Grammar
 
 MAX_BODY_BYTES: Final = 64 * 1024 * 1024
 """Largest request body."""
@@ -17,6 +20,8 @@ class PolicyField(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     min_version: int | None = None
     exact_version: int | None = None
+    max_lag: int | None = None
+    """Versions behind the newest committed one."""
     kv: Literal["same", "any"] | None = None
     """Whose KV may be reused for the prompt: of the version that samples the first token, or of any."""
 
@@ -110,7 +115,6 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True):
     parallel_tool_calls: object = None
     functions: object = None
     function_call: object = None
-    response_format: object = None
     modalities: object = None
     audio: object = None
     prediction: object = None
@@ -122,7 +126,6 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True):
     best_of: object = None
     bad_words: object = None
     prompt_logprobs: object = None
-    structured_outputs: object = None
     chat_template: object = None
     chat_template_kwargs: object = None
     add_generation_prompt: object = None
@@ -146,7 +149,6 @@ _NEUTRAL: Final = MappingProxyType[str, tuple[object, ...]](
         "tool_choice": ("none", "auto"),
         "parallel_tool_calls": (False, True),
         "function_call": ("none", "auto"),
-        "response_format": ({"type": "text"},),
         "modalities": (["text"],),
         "best_of": (1,),
         "add_generation_prompt": (True,),
@@ -154,17 +156,25 @@ _NEUTRAL: Final = MappingProxyType[str, tuple[object, ...]](
 )
 
 
+class RoutesField(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which routes are wanted."""
+
+    start: int = 0
+    """Of positions of the prompt from this one on, and of all later ones."""
+
+
 class EngineDataField(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What ``engine_data`` has besides what it always has."""
 
     raw_logprobs: bool = False
     sampling_mask: bool = False
+    routed_experts: bool | RoutesField = False
 
 
 class NvextField(msgspec.Struct, frozen=True, kw_only=True):
     """Dynamo's way to ask for it."""
 
-    extra_fields: tuple[Literal["engine_data", "raw_logprobs", "sampling_mask"], ...] = ()
+    extra_fields: tuple[Literal["engine_data", "raw_logprobs", "sampling_mask", "routed_experts"], ...] = ()
 
 
 class Sampled(Refused, frozen=True, kw_only=True):
@@ -198,6 +208,35 @@ class Sampled(Refused, frozen=True, kw_only=True):
     """By token id, in decimals."""
     min_tokens: int | None = None
     ignore_eos: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    """vLLM's older names for the parts of ``structured_outputs``; empty ones ask for nothing."""
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
+    cache_salt: str | None = None
+    """KV is shared among requests with the same one alone."""
+    forced_routes: Array | None = None
+    """Router replay: the experts of the first positions; see `slackwater.api.routed.forced_rows`."""
+
+    def grammar(self) -> Grammar | None:
+        """What the answers have to look like, by any of its names.
+
+        Raises:
+            InvalidInputError: There are several, or one is empty, too long or lacks its schema.
+        """
+        form = self.response_format.grammar() if self.response_format else None
+        guided = StructuredOutputs(
+            json=None if self.guided_json == "" else self.guided_json,
+            regex=self.guided_regex or None,
+            choice=self.guided_choice,
+            grammar=self.guided_grammar or None,
+        )
+        asked = [("response_format", form)] if form else []
+        for name, field in (("structured_outputs", self.structured_outputs), ("guided_json", guided)):
+            asked += [(name, one) for one in (field.grammars() if field else ())]
+        return the_one(asked)
 
     def evidence(self) -> EngineDataField | None:
         """What is asked of ``engine_data``, by either name; None: it isn't wanted."""

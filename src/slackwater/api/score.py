@@ -36,6 +36,8 @@ class ScoreItem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """What to score."""
     prompt: str | None = None
     prompt_ids: tuple[int, ...] | None = None
+    forced_routes: Array | None = None
+    """Router replay, of positions of prompt and tokens; see `slackwater.api.routed.forced_rows`."""
 
 
 class ScoreBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +47,7 @@ class ScoreBody(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
     policy: PolicyField | None = None
     request_id: str | None = None
+    cache_salt: str | None = None
 
 
 class ItemScore(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -92,6 +95,7 @@ class _Job:
 
     known: Named
     policy: PolicyConstraint
+    cache_salt: str
     turns: asyncio.Semaphore
 
 
@@ -115,13 +119,16 @@ class _ScoreRoute:
         admission = self._serving.admission
         turns = min(len(body.items), SCORES_AT_ONCE, admission.capacity.places)
         with self._serving.named(body.request_id, choices=len(body.items), taking=admission.taking(turns)) as known:
-            job = _Job(known=known, policy=policy, turns=asyncio.Semaphore(turns))
+            salt = body.cache_salt or ""
+            job = _Job(known=known, policy=policy, cache_salt=salt, turns=asyncio.Semaphore(turns))
             items = await together(self._item(index, item, job) for index, item in enumerate(body.items))
             return Scores(request_id=known.name, model=self._serving.model, items=tuple(items))
 
     async def _item(self, index: int, item: ScoreItem, job: _Job) -> ItemScore:
         async with job.turns:
             prompt = await self._serving.encoded(item.prompt or "" if item.prompt_ids is None else item.prompt_ids)
+            positions = len(prompt) + len(item.token_ids)
+            forced = await self._serving.forced(item.forced_routes, positions=positions)
             ask = scoring_request(
                 prompt,
                 item.token_ids,
@@ -129,9 +136,12 @@ class _ScoreRoute:
                 request_id=f"{job.known.unique}-{index}",
                 policy=job.policy,
                 model=self._serving.model,
+                cache_salt=job.cache_salt,
+                forced_routes=forced,
             )
             reading = Reading(index, ask, self._serving.tokenizer.stream())
-            await reading.read(job.known.completer)
+            with job.known.places.prompting(len(prompt) + len(item.token_ids)):
+                await reading.read(job.known.completer)
             return _item_score(index, reading.completion())
 
 

@@ -18,6 +18,8 @@ def scoring_request(
     policy: PolicyConstraint,
     model: str,
     top_logprobs: int = 0,
+    cache_salt: str = "",
+    forced_routes: bytes = b"",
 ) -> CompletionRequest:
     """The request whose answer is ``token_ids`` with their log-probabilities after ``prompt_ids``.
 
@@ -39,6 +41,8 @@ def scoring_request(
         policy=policy,
         forced_ids=token_ids,
         model=model,
+        cache_salt=cache_salt,
+        forced_routes=forced_routes,
     )
 
 
@@ -61,6 +65,7 @@ def prompt_scoring(ask: CompletionRequest, start: int, *, window: int, text: Tex
         policy=ask.policy,
         model=ask.model,
         top_logprobs=top_logprobs,
+        cache_salt=ask.cache_salt,
     )
     return Reading(0, request, text)
 

@@ -12,12 +12,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from slackwater.api.admission import Places
-from slackwater.api.asking import check_alternatives, check_model
+from slackwater.api.asking import check_alternatives, check_model, check_route_bytes
 from slackwater.api.engine_data import EngineData
 from slackwater.api.faults import Envelope, fault
-from slackwater.api.foreign import WeightVersion, alternatives, evidence, finite, masks, weight_versions
+from slackwater.api.foreign import WeightVersion, alternatives, check_routed, evidence, finite, masks, weight_versions
 from slackwater.api.reading import Reading
 from slackwater.api.respond import read_body
+from slackwater.api.routed import INT32_BYTES
 from slackwater.api.scoring import prompt_scoring
 from slackwater.api.serving import Begun, Serving, answered
 from slackwater.api.sglang_shapes import (
@@ -30,7 +31,7 @@ from slackwater.api.sglang_shapes import (
     Scored,
     read_batch,
 )
-from slackwater.api.stream import DONE, SSE, Outlet, StreamedReply, event, together
+from slackwater.api.stream import DONE, SSE, Outlet, StreamedReply, event, made, together
 from slackwater.clock import Clock
 from slackwater.errors import SlackwaterError
 from slackwater.rollout.evidence import Finish, TokenStep
@@ -55,17 +56,15 @@ class _SglangRoute:
         check_model(batch.model, self._serving.model)
         if batch.stream:
             return StreamedReply(partial(self._streamed, batch), SSE)
-        return await answered(request, self._whole(batch))
+        return await answered(request, self._whole(batch), heavy=_heavy(batch))
 
     async def _whole(self, batch: Batch) -> Generated | list[Generated]:
         with SAMPLING.worded():
             async with AsyncExitStack() as stack:
                 running = await self._begin(batch, stack)
                 await together(reading.read(one.begun.completer) for one in running for reading in one.all())
-                made = [
-                    one.generated(reading, reading.completion().finish) for one in running for reading in one.readings
-                ]
-                return made if batch.is_list else made[0]
+                replies = await made(partial(_ended, running), heavy=_heavy(batch))
+                return replies if batch.is_list else replies[0]
 
     async def _streamed(self, batch: Batch, outlet: Outlet) -> None:
         with SAMPLING.worded():
@@ -82,18 +81,29 @@ class _SglangRoute:
 
     async def _begin(self, batch: Batch, stack: AsyncExitStack) -> list["_Running"]:
         places = stack.enter_context(self._serving.admission.taking(sum(map(_answers, batch.prompts))))
-        running = [await self._begin_one(prompt, places, stack) for prompt in batch.prompts]
+        beside = len(batch.prompts) - 1
+        running = [await self._begin_one(prompt, places, stack, beside) for prompt in batch.prompts]
         check_alternatives(
             [reading.request for one in running for reading in one.all()], self._serving.completer.window()
         )
+        self._check_routes(running)
         return running
 
-    async def _begin_one(self, prompt: Prompt, places: Places, stack: AsyncExitStack) -> "_Running":
+    def _check_routes(self, running: Sequence["_Running"]) -> None:
+        routing, asks = self._serving.completer.routing(), [one.request for run in running for one in run.readings]
+        if any(run.prompt.routes for run in running):
+            check_routed(routing, "return_routed_experts")
+        wide = len(routing.layers) * routing.per_token * INT32_BYTES if routing else 0
+        check_route_bytes(asks, self._serving.completer.window(), wide)
+
+    async def _begin_one(self, prompt: Prompt, places: Places, stack: AsyncExitStack, beside: int) -> "_Running":
         serving = self._serving
         ids = partial(serving.encoded, prompt.body.prompt)
         part, others = places.part(_answers(prompt)), _scorings(prompt)
         begun = await stack.enter_async_context(
-            serving.begun(prompt.body, prompt.wanted, ids, prompt.view.stream, others=others, taking=part)
+            serving.begun(
+                prompt.body, prompt.wanted, ids, prompt.view.stream, others=others, beside=beside, taking=part
+            )
         )
         return _Running(prompt=prompt, begun=begun, clock=serving.clock, inputs=self._inputs(prompt, begun))
 
@@ -103,6 +113,14 @@ class _SglangRoute:
             return None
         window, text = self._serving.completer.window(), self._serving.tokenizer.stream()
         return prompt_scoring(ask, prompt.start, window=window, text=text, top_logprobs=prompt.wanted.top_logprobs)
+
+
+def _heavy(batch: Batch) -> bool:
+    return any(prompt.wanted.routes_from is not None for prompt in batch.prompts)
+
+
+def _ended(running: Sequence["_Running"]) -> list[Generated]:
+    return [one.generated(reading, reading.completion().finish) for one in running for reading in one.readings]
 
 
 def _scorings(prompt: Prompt) -> int:
@@ -147,6 +165,7 @@ class _Running:
     def _meta(self, reading: Reading, finish: Finish | None) -> MetaInfo:
         shows, steps = self.prompt.wanted.logprobs, reading.steps
         versions = weight_versions(steps)
+        routes = reading.routes if finish and self.prompt.routes else None
         return MetaInfo(
             id=self.begun.name,
             finish_reason=self._reason(reading, finish),
@@ -159,6 +178,8 @@ class _Running:
             output_token_logprobs=tuple(map(self._scored, steps)) if shows else UNSET,
             output_token_logprobs_length=len(steps) if shows else UNSET,
             output_token_sampling_mask=masks(steps) if self.prompt.masks else UNSET,
+            routed_experts=routes.int32(reading.rows_end) if routes else UNSET,
+            routed_experts_layers=routes.layers if routes else UNSET,
             output_top_logprobs=tuple(map(self._top, steps)) if self.prompt.wanted.top_logprobs else UNSET,
             input_token_logprobs=self._input_logprobs(reading),
             input_top_logprobs=self._input_top(),
@@ -229,4 +250,9 @@ async def _stream_choice(one: _Running, reading: Reading, outlet: Outlet, *, num
             tokens = len(reading.steps)
             if piece.finish or tokens >= shown + max(1, shown // SPARSE_FROM):
                 shown = tokens
-                await outlet.write(event(one.generated(reading, piece.finish, numbered=numbered)))
+                heavy = piece.finish is not None and reading.routes is not None
+                await outlet.make(partial(_chunk, one, reading, piece.finish, numbered=numbered), heavy=heavy)
+
+
+def _chunk(one: _Running, reading: Reading, finish: Finish | None, *, numbered: bool) -> bytes:
+    return event(one.generated(reading, finish, numbered=numbered))

@@ -8,9 +8,10 @@ from typing import Annotated, Final, Literal, TypeVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from slackwater.api.arrays import Array
 from slackwater.api.asking import Wanted, text_wanted
 from slackwater.api.engine_data import EngineData
-from slackwater.api.foreign import Dialect, TextView, WeightVersion, read_known, text_body
+from slackwater.api.foreign import Dialect, TextView, WeightVersion, read_known, text_body, with_routes
 from slackwater.api.schema import EngineDataField, PolicyField, TextBody
 from slackwater.api.text import TokenTable
 from slackwater.errors import InvalidInputError
@@ -29,13 +30,16 @@ SAMPLING: Final = Dialect(
     }),
     renamed=MappingProxyType({
         "max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed",
+        "json_schema": "guided_json", "regex": "guided_regex", "ebnf": "guided_grammar",
     }),
     neutral=MappingProxyType({
         "skip_special_tokens": (), "no_stop_trim": (), "spaces_between_special_tokens": (), "stream_interval": (1,),
-        "json_schema": ("",), "regex": ("",), "ebnf": ("",), "structural_tag": ("",), "stop_regex": ("", []),
+        "structural_tag": ("",), "stop_regex": ("", []),
         "custom_params": ({},),
     }),
-    words=MappingProxyType({"top_logprobs_num": "top_logprobs", "rid": "request_id", "input_ids": "prompt"}),
+    words=MappingProxyType({
+        "top_logprobs_num": "top_logprobs", "rid": "request_id", "input_ids": "prompt", "extra_key": "cache_salt",
+    }),
 )  # fmt: skip
 """SGLang's sampling parameters. Some shape the text alone."""
 HINTS: Final = frozenset({"session_id", "routing_key", "log_metrics"})
@@ -61,10 +65,16 @@ class SglangBody(msgspec.Struct, frozen=True, kw_only=True):
     top_logprobs_num: int | tuple[int, ...] | None = None
     return_text_in_logprobs: bool | None = None
     return_sampling_mask: bool | None = None
+    return_routed_experts: bool | None = None
+    routed_experts_start_len: int | tuple[int, ...] | None = None
+    """The first position whose routes are shown."""
     stream: bool | None = None
     model: str | None = None
+    extra_key: str | tuple[str, ...] | None = None
+    """What completions call ``cache_salt``."""
     policy: PolicyField | None = None
     engine_data: bool | EngineDataField | None = None
+    forced_routes: Array | tuple[Array, ...] | None = None
 
 
 class FinishReason(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,6 +112,11 @@ class MetaInfo(msgspec.Struct, frozen=True, kw_only=True):
     output_token_logprobs_length: int | UnsetType = UNSET
     output_token_sampling_mask: tuple[tuple[int, ...], ...] | UnsetType | None = UNSET
     """The ids that each token was drawn from, on request."""
+    routed_experts: str | UnsetType | None = UNSET
+    """On request, at the end: base64 of int32 values of shape [rows, layers, experts per token]. null where rows are
+    missing."""
+    routed_experts_layers: tuple[int, ...] | UnsetType = UNSET
+    """An addition: the layers on its second axis, those that have a router. Where ``routed_experts`` is."""
     output_top_logprobs: tuple[tuple[Scored, ...], ...] | UnsetType = UNSET
     input_token_logprobs: tuple[Scored, ...] | UnsetType = UNSET
     input_top_logprobs: tuple[tuple[Scored, ...] | None, ...] | UnsetType = UNSET
@@ -136,6 +151,8 @@ class Prompt:
     """The reply shows what tokens were drawn from."""
     shows_data: bool
     """The reply shows ``engine_data``."""
+    routes: bool
+    """The reply shows routes in SGLang's form."""
     start: int | None
     """The first position whose log-probabilities are shown."""
 
@@ -214,12 +231,14 @@ def _prompt(
     start = _at("logprob_start_len", body.logprob_start_len, index, count)
     if top and not shows:
         raise InvalidInputError("top_logprobs_num needs return_logprob", hint='send "return_logprob": true as well')
+    routes = _at("routed_experts_start_len", body.routed_experts_start_len, index, count) or 0
     with SAMPLING.worded():
         asked = text_body({
             "max_tokens": DEFAULT_NEW_TOKENS,
             **SAMPLING.fields(params),
-            **_shared(body, text, _name(body.rid, index, count)),
+            **_shared(body, text, index, count),
             **({"logprobs": top} if shows else {}),
+            **({"engine_data": with_routes(body.engine_data, routes)} if body.return_routed_experts else {}),
         })  # fmt: skip
         wanted = text_wanted(asked)
     return Prompt(
@@ -230,6 +249,7 @@ def _prompt(
         names=bool(body.return_text_in_logprobs),
         masks=bool(body.return_sampling_mask),
         shows_data=bool(body.engine_data),
+        routes=bool(body.return_routed_experts),
         start=_start(start, shows=shows),
     )
 
@@ -251,13 +271,15 @@ def _view(params: Mapping[str, object], table: TokenTable, stops: tuple[str, ...
     )
 
 
-def _shared(body: SglangBody, text: str | tuple[int, ...], name: str | None) -> dict[str, object]:
+def _shared(body: SglangBody, text: str | tuple[int, ...], index: int, count: int) -> dict[str, object]:
     fields = {
         "prompt": text,
-        "request_id": name,
+        "request_id": _name(body.rid, index, count),
+        "cache_salt": _at("extra_key", body.extra_key, index, count),
         "stream": body.stream,
         "policy": body.policy,
         "engine_data": body.engine_data,
+        "forced_routes": _at("forced_routes", body.forced_routes, index, count),
         # The mask is captured where the evidence asks for it; what of it is shown is another matter.
         "nvext": {"extra_fields": ("sampling_mask",)} if body.return_sampling_mask else None,
     }

@@ -23,6 +23,7 @@ from slackwater.api.replies import (
     TopLogprob,
     Usage,
 )
+from slackwater.api.routed import RoutedExperts
 from slackwater.api.text import TokenTable
 from slackwater.api.voice import Voice
 from slackwater.rollout.evidence import Finish, TokenStep
@@ -66,10 +67,17 @@ class _Common:
             return UNSET
         asked, top = reading.request, wanted.top_logprobs
         prompt_tokens = len(asked.prompt_ids)
-        return engine_data(reading.completion(), top, prompt_tokens=prompt_tokens, sampling=asked.sampling)
+        routed = reading.routed(shows=not wanted.stream)
+        return engine_data(
+            reading.completion(), top, prompt_tokens=prompt_tokens, sampling=asked.sampling, routed=routed
+        )
+
+    def _rows(self, reading: Reading, piece: Piece) -> RoutedExperts | UnsetType:
+        shown = reading.routes.shown(piece.routes) if reading.routes and piece.routes else None
+        return UNSET if shown is None else shown
 
     def _is_silent(self, reading: Reading, piece: Piece, *, shows: bool) -> bool:
-        shows_tokens = self._wanted.logprobs or self._wanted.token_ids
+        shows_tokens = self._wanted.logprobs or self._wanted.token_ids or piece.routes
         return not (shows or piece.finish or shows_tokens or len(reading.steps) == 1)
 
     def _name(self, token_id: int) -> str:
@@ -127,6 +135,7 @@ class ChatShape(_Common):
                 finish_reason=finish if place == last else None,
                 token_ids=self._ids(() if place else steps),
                 engine_data=self._evidence(reading) if place == last else UNSET,
+                routed_experts=UNSET if place else self._rows(reading, piece),
             )
             for place, delta in enumerate(deltas)
         ]
@@ -186,6 +195,7 @@ class TextShape(_Common):
             finish_reason=finish_reason(piece.finish),
             token_ids=self._ids(steps),
             engine_data=self._evidence(reading) if piece.finish else UNSET,
+            routed_experts=self._rows(reading, piece),
         )
         return [part]
 

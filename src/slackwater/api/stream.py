@@ -1,7 +1,7 @@
 """Bodies that are written as they are made, and work that ends when its client goes away."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -10,10 +10,17 @@ from starlette.types import Receive, Scope, Send
 
 SSE: Final = "text/event-stream"
 NDJSON: Final = "application/x-ndjson"
+SEND_BYTES: Final = 256 * 1024
+"""Most bytes that are sent in one go."""
 DONE: Final = b"data: [DONE]\n\n"
 """The last event of a whole stream. A stream that ends in an error has none."""
 
 _Result = TypeVar("_Result")
+
+
+async def made(work: Callable[[], _Result], *, heavy: bool) -> _Result:
+    """What ``work`` makes; in a thread where it is ``heavy``, so that others are answered meanwhile."""
+    return await asyncio.to_thread(work) if heavy else work()
 
 
 def event(value: object) -> bytes:
@@ -24,6 +31,12 @@ def event(value: object) -> bytes:
 def line(value: object) -> bytes:
     """One line of NDJSON."""
     return msgspec.json.encode(value) + b"\n"
+
+
+def pieces(data: bytes) -> Iterator[bytes]:
+    """Of a size that a connection takes at once: it copies what it can't send yet, which stops everybody."""
+    for begin in range(0, len(data), SEND_BYTES):
+        yield data[begin : begin + SEND_BYTES]
 
 
 class Outlet:
@@ -42,11 +55,17 @@ class Outlet:
 
     async def write(self, data: bytes) -> None:
         """Send bytes now."""
+        await self.make(lambda: data)
+
+    async def make(self, work: Callable[[], bytes], *, heavy: bool = False) -> None:
+        """Send what ``work`` makes once it is its turn; see `made`."""
         async with self._turn:
+            data = await made(work, heavy=heavy)
             if not self.started:
                 self.started = True
                 await self._send(self._head())
-            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+            for piece in pieces(data):
+                await self._send({"type": "http.response.body", "body": piece, "more_body": True})
 
     async def end(self) -> None:
         """Close the body."""

@@ -95,7 +95,7 @@ class ChatTokenizer:
             window: As in `render`.
 
         Raises:
-            ConflictError: The template goes on from another id, and ``forks`` is false.
+            ForkError: The template goes on from another id, and ``forks`` is false.
             InvalidInputError: As in `render`.
             UnsupportedError: As in `render`, or the template leaves out earlier answers.
         """

@@ -1,6 +1,6 @@
 """``POST /inference/v1/generate``: tokens in, tokens out, in the shape of vLLM's route of that name."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from slackwater.api.arrays import Array
 from slackwater.api.asking import Wanted, check_model, text_wanted
 from slackwater.api.engine_data import EngineData
 from slackwater.api.faults import Envelope, fault
@@ -21,6 +22,7 @@ from slackwater.api.foreign import (
     TextView,
     WeightVersion,
     alternatives,
+    check_routed,
     ended,
     evidence,
     finite,
@@ -28,6 +30,7 @@ from slackwater.api.foreign import (
     read_known,
     text_body,
     weight_versions,
+    with_routes,
 )
 from slackwater.api.reading import Piece, Reading
 from slackwater.api.replies import Usage
@@ -35,10 +38,12 @@ from slackwater.api.respond import read_body
 from slackwater.api.schema import EngineDataField, PolicyField, StreamOptions, TextBody
 from slackwater.api.serving import Begun, Serving, answered
 from slackwater.api.shapes import usage
-from slackwater.api.stream import DONE, SSE, Outlet, StreamedReply, event, together
-from slackwater.errors import SlackwaterError
+from slackwater.api.stream import DONE, SSE, Outlet, StreamedReply, event, made, together
+from slackwater.errors import InvalidInputError, SlackwaterError
 from slackwater.rollout.evidence import Finish, TokenStep
 
+ROUTES_START: Final = "routed_experts_prompt_start"
+"""Asks for routes, and from which position on: vLLM's server has one setting for all requests instead."""
 SAMPLING: Final = Dialect(
     same=frozenset({
         "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "max_tokens", "min_tokens",
@@ -49,7 +54,8 @@ SAMPLING: Final = Dialect(
     neutral=MappingProxyType({
         "skip_special_tokens": (), "include_stop_str_in_output": (),
         "spaces_between_special_tokens": (), "detokenize": (), "output_kind": (), "flat_logprobs": (),
-        "extra_args": ({},), "allowed_token_ids": ([],), "logits_processors": ([],), "bad_words_token_ids": ([],),
+        ROUTES_START: (), "extra_args": ({},),
+        "allowed_token_ids": ([],), "logits_processors": ([],), "bad_words_token_ids": ([],),
     }),
     words=MappingProxyType({"logprobs": "top_logprobs", "token_ids": "prompt"}),
 )  # fmt: skip
@@ -75,8 +81,10 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     return_token_ids: bool | None = None
     """Repeat the prompt's ids in the reply."""
     priority: Literal[0] | None = None
+    cache_salt: str | None = None
     policy: PolicyField | None = None
     engine_data: bool | EngineDataField | None = None
+    forced_routes: Array | None = None
 
 
 class GeneratedLogprob(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,6 +123,11 @@ class GeneratedChoice(msgspec.Struct, frozen=True, kw_only=True):
     text: str | UnsetType = UNSET
     sampling_mask: tuple[tuple[int, ...], ...] | UnsetType | None = UNSET
     """Where ``engine_data`` asks for it: the ids that each token was drawn from."""
+    routed_experts: str | UnsetType | None = UNSET
+    """Where the sampling parameters ask for it: base64 of an ``.npy`` file of shape [rows, layers, experts per token].
+    null where rows are missing. In a stream, of the last chunk alone."""
+    routed_experts_layers: tuple[int, ...] | UnsetType = UNSET
+    """An addition: the layers on its second axis, those that have a router. Where ``routed_experts`` is."""
     weight_versions: tuple[WeightVersion, ...] | UnsetType = UNSET
     """In a stream, of the last chunk alone."""
     engine_data: EngineData | UnsetType = UNSET
@@ -167,6 +180,7 @@ class _Asked:
 
     def choice(self, reading: Reading, steps: Sequence[TokenStep], finish: Finish | None, text: str) -> GeneratedChoice:
         """A part of an answer; the last one has its evidence."""
+        routes = reading.routes if finish and self.routes_start is not None else None
         return GeneratedChoice(
             index=reading.index,
             token_ids=tuple(step.token_id for step in steps),
@@ -175,9 +189,16 @@ class _Asked:
             stop_reason=self._stop_reason(reading, finish),
             text=text if self.shows_text else UNSET,
             sampling_mask=masks(steps) if self.wanted.sampling_mask else UNSET,
+            routed_experts=routes.npy(reading.rows_end) if routes else UNSET,
+            routed_experts_layers=routes.layers if routes else UNSET,
             weight_versions=weight_versions(reading.steps) if finish else UNSET,
             engine_data=self._evidence(reading) if finish else UNSET,
         )
+
+    @property
+    def routes_start(self) -> int | None:
+        """From where on routes are asked for in vLLM's words."""
+        return _routes_start(self.body.sampling_params)
 
     @property
     def shows_text(self) -> bool:
@@ -189,7 +210,7 @@ class _Asked:
         return matched if named else None
 
     def _evidence(self, reading: Reading) -> EngineData | UnsetType:
-        return evidence(reading, wanted=self.wanted.engine_data, top_logprobs=self.wanted.top_logprobs)
+        return evidence(reading, wanted=bool(self.body.engine_data), top_logprobs=self.wanted.top_logprobs)
 
     def _logprobs(self, steps: Sequence[TokenStep]) -> GeneratedLogprobs:
         return GeneratedLogprobs(content=tuple(map(self._position, steps)))
@@ -222,11 +243,13 @@ class _VllmRoute:
         asked = self._asked(await read_body(request))
         if asked.wanted.stream:
             return StreamedReply(partial(self._streamed, asked), SSE)
-        return await answered(request, self._whole(asked))
+        return await answered(request, self._whole(asked), heavy=asked.wanted.routes_from is not None)
 
     def _asked(self, data: bytes) -> _Asked:
         body = read_known(_DECODER, data, _KNOWN, HINTS)
         check_model(body.model or "", self._serving.model)
+        if _routes_start(body.sampling_params) is not None:
+            check_routed(self._serving.completer.routing(), ROUTES_START)
         # vLLM fills what is left of the window where no limit is named.
         left = max(1, self._serving.completer.window() - len(body.token_ids))
         fields = SAMPLING.fields(body.sampling_params)
@@ -248,13 +271,7 @@ class _VllmRoute:
                 asked.text, asked.wanted, partial(_ready, asked), asked.view.stream
             ) as begun:
                 await together(reading.read(begun.completer) for reading in begun.readings)
-                choices = [
-                    asked.choice(
-                        reading, reading.steps, end := reading.completion().finish, asked.view.text(reading, end)
-                    )
-                    for reading in begun.readings
-                ]
-                return asked.reply(begun, choices, counted=usage(begun.readings), opens=True)
+                return await made(partial(_ended, asked, begun), heavy=asked.wanted.routes_from is not None)
 
     async def _streamed(self, asked: _Asked, outlet: Outlet) -> None:
         with SAMPLING.worded():
@@ -276,6 +293,14 @@ class _VllmRoute:
         await outlet.write(DONE)
 
 
+def _ended(asked: _Asked, begun: Begun) -> GeneratedReply:
+    choices = [
+        asked.choice(reading, reading.steps, end := reading.completion().finish, asked.view.text(reading, end))
+        for reading in begun.readings
+    ]
+    return asked.reply(begun, choices, counted=usage(begun.readings), opens=True)
+
+
 async def _ready(asked: _Asked) -> tuple[int, ...]:
     return asked.body.token_ids
 
@@ -287,8 +312,13 @@ async def _stream_choice(asked: _Asked, begun: Begun, reading: Reading, outlet: 
             text = _added(asked.view, reading, piece, sent)
             sent += len(text)
             steps = (piece.step,) if piece.step else ()
-            choice = asked.choice(reading, steps, piece.finish, text)
-            await outlet.write(event(asked.reply(begun, (choice,), opens=not outlet.started)))
+            heavy = piece.finish is not None and reading.routes is not None
+            choice = await made(partial(asked.choice, reading, steps, piece.finish, text), heavy=heavy)
+            await outlet.make(partial(_chunk, asked, begun, choice, outlet), heavy=heavy)
+
+
+def _chunk(asked: _Asked, begun: Begun, choice: GeneratedChoice, outlet: Outlet) -> bytes:
+    return event(asked.reply(begun, (choice,), opens=not outlet.started))
 
 
 def _added(view: TextView, reading: Reading, piece: Piece, sent: int) -> str:
@@ -296,12 +326,22 @@ def _added(view: TextView, reading: Reading, piece: Piece, sent: int) -> str:
 
 
 def _shared(body: GenerateBody) -> dict[str, object]:
+    start = _routes_start(body.sampling_params)
     fields = {
         "prompt": body.token_ids,
         "request_id": body.request_id,
         "stream": body.stream,
         "stream_options": body.stream_options,
+        "cache_salt": body.cache_salt,
         "policy": body.policy,
-        "engine_data": body.engine_data,
+        "engine_data": body.engine_data if start is None else with_routes(body.engine_data, start),
+        "forced_routes": body.forced_routes,
     }
     return {name: value for name, value in fields.items() if value is not None}
+
+
+def _routes_start(params: Mapping[str, object]) -> int | None:
+    start = params.get(ROUTES_START)
+    if start is None or (isinstance(start, int) and not isinstance(start, bool)):
+        return start
+    raise InvalidInputError(f"{ROUTES_START} is wrong: it is a number")

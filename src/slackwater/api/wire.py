@@ -1,8 +1,8 @@
 """``POST /v1/generate``: tokens in, tokens out. A request as JSON; its answer as NDJSON lines that lose nothing.
 
 Lines: ``origin`` at once, and again before the first token where it changed; ``token`` for each, behind ``kv`` where
-its spans don't fit into one line, and behind ``mask`` where that is asked for; then ``end``. Or an ``error``, which is
-the last. A body that ends without ``end`` or ``error`` was cut.
+its spans don't fit into one line, and behind ``mask`` and ``routes`` where those are asked for; then ``end``. Or an
+``error``, which is the last. A body that ends without ``end`` or ``error`` was cut.
 """
 
 import math
@@ -14,6 +14,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from slackwater.api.faults import Fault, fault, rebuild
+from slackwater.api.mask_budget import MaskBudget
 from slackwater.errors import CorruptError, InternalError, InvalidInputError, SlackwaterError
 from slackwater.ids import BootId, ReplicaId, RunId, Version
 from slackwater.rollout.completer import Answer
@@ -27,6 +28,7 @@ from slackwater.rollout.evidence import (
     mask_ids,
 )
 from slackwater.rollout.request import CompletionRequest
+from slackwater.rollout.routes import Routing
 
 
 class OriginLine(msgspec.Struct, frozen=True, kw_only=True, tag="origin"):
@@ -96,6 +98,17 @@ class MaskLine(msgspec.Struct, frozen=True, kw_only=True, tag="mask"):
     """As `slackwater.rollout.evidence.pack_mask` makes it; in JSON in base64."""
 
 
+ROUTE_BYTES_PER_LINE: Final = 45 * 1024
+"""In base64 they leave room in a line."""
+
+
+class RoutesLine(msgspec.Struct, frozen=True, kw_only=True, tag="routes"):
+    """A piece of the next token's routes, not always of whole rows."""
+
+    rows: Annotated[bytes, msgspec.Meta(max_length=ROUTE_BYTES_PER_LINE)]
+    """As `slackwater.rollout.routes.Routing` lays them out; in JSON in base64."""
+
+
 class TokenLine(msgspec.Struct, frozen=True, kw_only=True, tag="token", omit_defaults=True):
     """One token. A log-probability of minus infinity, which JSON can't write, is null."""
 
@@ -110,6 +123,8 @@ class TokenLine(msgspec.Struct, frozen=True, kw_only=True, tag="token", omit_def
     finish: Finish | None = None
     raw_logprob: float | UnsetType | None = UNSET
     """Absent where it wasn't asked for."""
+    raw_top_ids: tuple[int, ...] = ()
+    raw_top_logprobs: tuple[float | None, ...] = ()
 
 
 class EndLine(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
@@ -124,14 +139,16 @@ class ErrorLine(msgspec.Struct, frozen=True, kw_only=True, tag="error"):
     error: Fault
 
 
-Line = OriginLine | KvLine | MaskLine | TokenLine | EndLine | ErrorLine
+Part = KvLine | MaskLine | RoutesLine | TokenLine
+"""Lines that make a step."""
+Line = OriginLine | Part | EndLine | ErrorLine
 
 MAX_LINE_BYTES: Final = 64 * 1024
 """Readers hold no longer line."""
 KV_SPANS_PER_LINE: Final = 512
 """Each takes at most 64 bytes, and all else in a token's line less than 8 KiB."""
 
-_LINES: Final = msgspec.json.Decoder(OriginLine | KvLine | MaskLine | TokenLine | EndLine | ErrorLine)
+_LINES: Final = msgspec.json.Decoder(OriginLine | KvLine | MaskLine | RoutesLine | TokenLine | EndLine | ErrorLine)
 _REQUESTS: Final = msgspec.json.Decoder(CompletionRequest)
 
 
@@ -192,8 +209,8 @@ def origin_line(origin: Origin) -> OriginLine:
     )
 
 
-def token_lines(step: TokenStep) -> Iterator[KvLine | MaskLine | TokenLine]:
-    """Put a token into a line, behind others where it has many KV spans or a mask.
+def token_lines(step: TokenStep) -> Iterator[Part]:
+    """Put a token into a line, behind others where it has many KV spans, a mask or routes.
 
     Raises:
         InternalError: A log-probability is no such thing: NaN, or plus infinity.
@@ -204,6 +221,8 @@ def token_lines(step: TokenStep) -> Iterator[KvLine | MaskLine | TokenLine]:
         spans = spans[KV_SPANS_PER_LINE:]
     if step.mask is not None:
         yield MaskLine(ids=step.mask)
+    if step.routes is not None:
+        yield from _route_lines(step.routes)
     yield TokenLine(
         token_id=step.token_id,
         logprob=_write(step.logprob),
@@ -215,7 +234,14 @@ def token_lines(step: TokenStep) -> Iterator[KvLine | MaskLine | TokenLine]:
         moved=_mover(step.moved) if step.moved else None,
         finish=step.finish,
         raw_logprob=UNSET if step.raw_logprob is None else _write(step.raw_logprob),
+        raw_top_ids=step.raw_top_ids,
+        raw_top_logprobs=tuple(map(_write, step.raw_top_logprobs)),
     )
+
+
+def _route_lines(rows: bytes) -> Iterator[RoutesLine]:
+    for begin in range(0, max(1, len(rows)), ROUTE_BYTES_PER_LINE):
+        yield RoutesLine(rows=rows[begin : begin + ROUTE_BYTES_PER_LINE])
 
 
 def _mover(by: Origin) -> Mover:
@@ -234,24 +260,31 @@ class StepReader:
 
     Args:
         prompt_tokens: Of the request: a token's spans must cover the positions before it.
+        routing: What the replica's routers choose from; None: it doesn't tell.
+        routes_from: Of the request.
     """
 
-    def __init__(self, prompt_tokens: int) -> None:
+    def __init__(self, prompt_tokens: int, routing: Routing | None = None, routes_from: int | None = None) -> None:
         self._prompt = prompt_tokens
         self._rows = prompt_tokens
         self._spans: list[KvSpan] = []
         self._mask: bytes | None = None
+        self._masks = MaskBudget()
+        self._routes = _RouteReader(routing, routes_from)
 
-    def take(self, line: KvLine | MaskLine | TokenLine) -> TokenStep | None:
+    def take(self, line: Part) -> TokenStep | None:
         """The step that a line completes; None where it only begins one.
 
         Raises:
             CorruptError: KV spans aren't adjacent, are empty, or don't reach from 0 to the token; or another replica
                 takes over at the first token, without telling of its KV, or with more of it than there is; or a mask
-                has no rising ids.
+                has no rising ids; or routes weren't asked for, are no whole rows, or more than there are positions.
         """
+        if isinstance(line, RoutesLine):
+            self._routes.add(line.rows, self._rows)
+            return None
         if isinstance(line, MaskLine):
-            self._mask = _rising(line.ids)
+            self._mask = self._masks.told(_rising(line.ids))
             return None
         self._spans += line.spans if isinstance(line, KvLine) else line.kv
         if len(self._spans) > self._rows:
@@ -260,6 +293,7 @@ class StepReader:
             return None
         kv, self._spans = _covering(self._spans, self._rows), []
         mask, self._mask = self._mask, None
+        routes = self._routes.take(self._rows)
         moved = self._moved(line.moved, kv) if line.moved else None
         self._rows += 1
         return TokenStep(
@@ -273,13 +307,43 @@ class StepReader:
             moved=moved,
             finish=line.finish,
             raw_logprob=None if isinstance(line.raw_logprob, UnsetType) else _read(line.raw_logprob),
+            raw_top_ids=line.raw_top_ids,
+            raw_top_logprobs=tuple(map(_read, line.raw_top_logprobs)),
             mask=mask,
+            routes=routes,
         )
 
     def _moved(self, by: Mover, kv: Sequence[PolicySpan]) -> Origin:
         if self._rows == self._prompt or not kv or by.cached_tokens > self._rows:
             raise CorruptError(f"an answer tells of a replica that can't have taken over at position {self._rows}")
         return by.origin()
+
+
+class _RouteReader:
+    """Joins the pieces of each token's routes."""
+
+    def __init__(self, routing: Routing | None, begin: int | None) -> None:
+        self._row_bytes = routing.row_bytes if routing and begin is not None else 0
+        self._told = begin or 0
+        """Positions before this one have been told of."""
+        self._held: bytearray | None = None
+
+    def add(self, rows: bytes, end: int) -> None:
+        """Take a piece of the rows before position ``end``."""
+        held = self._held = self._held or bytearray()
+        held += rows
+        if len(held) > self._row_bytes * (end - self._told):
+            raise CorruptError(f"an answer tells more routes than were asked for, before position {end}")
+
+    def take(self, end: int) -> bytes | None:
+        """The rows before position ``end``; None where no piece came."""
+        held, self._held = self._held, None
+        if held is None:
+            return None
+        if self._row_bytes and len(held) % self._row_bytes:
+            raise CorruptError(f"an answer's routes before position {end} are no whole rows of {self._row_bytes} bytes")
+        self._told = end
+        return bytes(held)
 
 
 def _covering(spans: Sequence[KvSpan], rows: int) -> tuple[PolicySpan, ...]:

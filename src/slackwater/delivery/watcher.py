@@ -42,6 +42,7 @@ class Watcher:
         self._poll_s = poll_s
         self._trouble: SlackwaterError | None = None
         self._receded = False
+        self._looked_at: float | None = None
 
     @property
     def trouble(self) -> SlackwaterError | None:
@@ -52,6 +53,11 @@ class Watcher:
     def receded(self) -> bool:
         """Whether the bucket was set back below the version known."""
         return self._receded
+
+    @property
+    def looked_at(self) -> float | None:
+        """When the last look that was answered began, in monotonic seconds; None before the first."""
+        return self._looked_at
 
     def __aiter__(self) -> AsyncIterator[Version]:
         """Every head from the first one found: ``versions(None)``."""
@@ -66,6 +72,7 @@ class Watcher:
         known = after
         failures = 0
         while True:
+            began = self._clock.monotonic()
             try:
                 view = await asyncio.to_thread(self._source.look, known)
             except (UnavailableError, AuthError) as error:
@@ -75,7 +82,7 @@ class Watcher:
                 _log.warning("can't look for new versions, again in %.0f s: %s", wait_s, error)
                 await self._clock.sleep(wait_s)
                 continue
-            self._trouble, failures = None, 0
+            self._trouble, failures, self._looked_at = None, 0, began
             self._note_receded(view, known)
             if view.version is not None and (known is None or view.version > known):
                 known = view.version

@@ -9,6 +9,7 @@ from math import isfinite
 from typing import Any, TypeVar
 
 from slackwater.clock import Clock
+from slackwater.config.head import is_stale
 from slackwater.config.in_flight import InFlight
 from slackwater.errors import ConflictError, InvalidInputError, NotFoundError, SlackwaterError
 from slackwater.hotload.book import Book
@@ -97,6 +98,7 @@ class Conductor:
         drive = DriveLimits(deadline_s=bounds.deadline_s, poll_s=bounds.poll_s, standing_poll_s=bounds.standing_poll_s)
         self._driver = Driver(self._targets, self._book, clock, drive)
         self._roll = Roll(self._targets, self._book, clock, bounds.lag_limit_s)
+        self._standing_poll_s = bounds.standing_poll_s
         self._watch = Watch(self._roll, self._lookup, clock, bounds.standing_poll_s, self._bring_back)
         self._drives: dict[str, asyncio.Task[None]] = {}
         self._calls: set[asyncio.Task[Any]] = set()
@@ -226,6 +228,11 @@ class Conductor:
     async def fleet(self) -> tuple[FleetMember, ...]:
         """Every replica as it is now; a silent one is listed with its error."""
         return await self._roll.everyone()
+
+    def newest(self) -> Version | None:
+        """The newest committed version; None where the bucket hasn't told it, or only too long ago."""
+        stale = is_stale(self._roll.looked_at, self._clock.monotonic(), self._standing_poll_s)
+        return None if stale else self._roll.head
 
     async def events(self, limit: int) -> tuple[FleetEvent, ...]:
         """What has become of replicas and groups, newest first."""

@@ -47,6 +47,7 @@ class Roll:
         self._clock = clock
         self._lag_limit_s = lag_limit_s
         self._heads: Sightings = ()
+        self._looked_at: float | None = None
         self._followers: Mapping[ReplicaId, Follower] = {}
         self._late: frozenset[ReplicaId] = frozenset()
 
@@ -54,6 +55,11 @@ class Roll:
     def head(self) -> Version | None:
         """The newest committed version that was seen."""
         return self._heads[-1].version if self._heads else None
+
+    @property
+    def looked_at(self) -> float | None:
+        """When the last look at the bucket that told the head began, in monotonic seconds; None before the first."""
+        return self._looked_at
 
     async def everyone(self) -> tuple[FleetMember, ...]:
         """Every replica as it is now; a silent one has an error."""
@@ -89,8 +95,9 @@ class Roll:
                 _log.warning("replica %s could not be told to stay: %s", member.replica, member.error.message)
         return tuple(member.status for member in held if member.status is not None)
 
-    def saw_head(self, version: Version) -> None:
-        """Note that ``version`` is committed."""
+    def saw_head(self, version: Version, looked_at: float | None = None) -> None:
+        """Note that ``version`` is committed; and the newest one, where the bucket was asked: when that began."""
+        self._looked_at = self._looked_at if looked_at is None else looked_at
         self._heads = sighted(self._heads, version, self._clock.monotonic())
 
     def alarm(self, heard: Collection[TargetStatus]) -> None:

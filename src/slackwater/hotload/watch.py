@@ -55,15 +55,18 @@ class Watch:
         if self._roll.head is not None:
             versions.append(self._roll.head)
         if versions:
-            self._roll.saw_head(await self._above(max(versions)))
+            self._roll.saw_head(known := max(versions))
+            began = self._clock.monotonic()
+            if (found := await self._above(known)) is not None:
+                self._roll.saw_head(found, looked_at=began)
 
-    async def _above(self, known: Version) -> Version:
+    async def _above(self, known: Version) -> Version | None:
         try:
             found = await self._lookup.head(known)
         except SlackwaterError as error:
             if error.kind != self._trouble:
                 _log.warning("the newest version can't be looked for: %s", error)
             self._trouble = error.kind
-            return known
+            return None
         self._trouble = ""
         return found

@@ -57,6 +57,7 @@ class _Control:
             "in_flight": status.in_flight,
             "draining": status.stage is Stage.DRAINING,
             "window": self._replica.window() if serves else None,
+            "routing": self._replica.routing(),
         })  # fmt: skip
 
     async def status(self, request: Request) -> Response:

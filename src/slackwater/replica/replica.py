@@ -4,16 +4,18 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from slackwater.clock import Clock
+from slackwater.config.head import is_stale
 from slackwater.config.in_flight import InFlight
 from slackwater.errors import (
     CanaryError,
     ConflictError,
     CorruptError,
     NotFoundError,
+    PolicyUnmetError,
     SlackwaterError,
     SwapError,
     UnavailableError,
@@ -34,6 +36,7 @@ from slackwater.replica.status import LastError, Mode, ReplicaStatus, State
 from slackwater.replica.swap import Stage
 from slackwater.rollout.completer import Answer
 from slackwater.rollout.request import CompletionRequest
+from slackwater.rollout.routes import Routing
 
 if TYPE_CHECKING:
     from slackwater.engine.base import Engine
@@ -95,6 +98,7 @@ class Replica:
         self._exchange: Exchange | None = None
         self._journey: Journey | None = None
         self._head: Version | None = None
+        self._looked_at: float | None = None
         self._target: Version | None = None
         self._error: LastError | None = None
         self._failures = 0
@@ -195,6 +199,7 @@ class Replica:
         """This moment."""
         swap = None if self._exchange is None else self._exchange.swap
         table = None if self._exchange is None else self._exchange.table
+        stats = None if self._engine is None else self._engine.stats()
         return ReplicaStatus(
             replica=self._options.replica,
             boot_id=self._options.boot,
@@ -211,6 +216,9 @@ class Replica:
             provisional=swap is not None and swap.provisional,
             state_digest=None if table is None else table.digest,
             in_flight=self._under_way(),
+            kv_tokens=None if self._engine is None else self._engine.describe().kv_tokens,
+            kv_used=0 if stats is None else stats.kv_used,
+            preemptions=0 if stats is None else stats.preemptions,
             waiting=self._waiting,
             last_error=self._last_error(),
             swaps=() if self._journey is None else self._journey.swaps,
@@ -231,8 +239,13 @@ class Replica:
             raise UnavailableError(
                 f"replica {self._options.replica} is {self.state}", hint="ask again, or ask another replica"
             )
+        policy = request.policy.counted_from(self._newest())
+        if policy.max_lag is not None:
+            raise PolicyUnmetError(
+                f"the request admits {policy}", hint="retry in a moment", versions=(exchange.swap.version,)
+            )
         doubtful = exchange.doubts()
-        answer = await self._engine.generate(request)
+        answer = await self._engine.generate(replace(request, policy=policy))
         return MarkedAnswer(answer, request.request_id, doubtful, lambda: exchange.spoilt)
 
     def window(self) -> int:
@@ -240,6 +253,10 @@ class Replica:
         if self._engine is None:
             raise UnavailableError(f"replica {self._options.replica} is {self.state}", hint="ask again later")
         return self._engine.describe().window
+
+    def routing(self) -> Routing | None:
+        """See `Completer.routing`; None before the engine is open."""
+        return self._engine.describe().routing if self._engine else None
 
     async def close(self) -> None:
         """End every task, then the engine. Idempotent."""
@@ -251,6 +268,12 @@ class Replica:
         self._settled.set()
         if self._engine is not None:
             await self._engine.close()
+
+    def _newest(self) -> Version | None:
+        """The newest committed version; None where the bucket was asked too long ago to tell."""
+        looks = [at for at in (self._looked_at, self._watch.looked_at) if at is not None]
+        stale = is_stale(max(looks, default=None), self._clock.monotonic(), self._options.poll_s)
+        return None if stale else self._head
 
     def _engine_failure(self) -> str:
         return "" if self._engine is None else self._engine.stats().failure
@@ -297,7 +320,9 @@ class Replica:
         return exchange
 
     async def _resolve(self, goal: Version | Literal["head"]) -> Version:
+        began = self._clock.monotonic()
         self._head = await asyncio.to_thread(self._source.head, self._head)
+        self._looked_at = began
         head = Version(-1) if self._head is None else self._head
         return head if goal == "head" else check_committed(goal, head)
 

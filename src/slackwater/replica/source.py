@@ -56,6 +56,11 @@ class HeadWatch(Protocol):
         """Whether the bucket was set back below the version known, which is refused."""
         ...
 
+    @property
+    def looked_at(self) -> float | None:
+        """When the last look that was answered began, in monotonic seconds; None before the first."""
+        ...
+
     def versions(self, after: Version | None) -> AsyncIterator[Version]:
         """Each newer head once it is seen, the newest only; ends by cancellation."""
         ...

@@ -107,6 +107,12 @@ class ReplicaStatus:
     """Digest of the state that ``version`` has by its manifest."""
     in_flight: int
     """Answers admitted and not ended."""
+    kv_tokens: int | None
+    """Most positions of KV in use; None where the engine doesn't tell, or isn't open."""
+    kv_used: int
+    """Positions of KV in use, those kept for later prompts too."""
+    preemptions: int
+    """How often an answer under way had to leave its slot to others, to go on later."""
     waiting: bool
     """The last attempt failed, and the next one waits: in follow mode for a while, else for a call."""
     last_error: LastError | None

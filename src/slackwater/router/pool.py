@@ -7,6 +7,7 @@ from typing import Final
 
 from slackwater.errors import ConflictError, NotFoundError
 from slackwater.ids import BootId, ReplicaId, RunId, Version
+from slackwater.rollout.routes import Routing
 from slackwater.router.policy import Candidate, Choice, Health, Refusal, RoutingContext, choose
 
 FAILURES_TO_EJECT: Final = 3
@@ -31,6 +32,8 @@ class ProbeReport:
     """It keeps new requests waiting until others have ended."""
     window: int | None = None
     """Context window in tokens."""
+    routing: Routing | None = None
+    """What the model's routers choose from; None: it has none, or the replica doesn't tell."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

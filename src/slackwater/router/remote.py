@@ -18,6 +18,7 @@ from slackwater.api.wire import (
     Line,
     MaskLine,
     OriginLine,
+    RoutesLine,
     StepReader,
     TokenLine,
     decode_line,
@@ -28,6 +29,7 @@ from slackwater.errors import AuthError, CorruptError, ReplicaLostError, Slackwa
 from slackwater.ids import BootId, RunId, Version
 from slackwater.rollout.evidence import Finish, Origin, TokenStep
 from slackwater.rollout.request import CompletionRequest
+from slackwater.rollout.routes import Routing
 from slackwater.router.pool import ProbeReport
 
 CONNECT_TIMEOUT_S: Final = 5.0
@@ -47,6 +49,7 @@ class _Health(msgspec.Struct, frozen=True, kw_only=True):
     in_flight: int = 0
     draining: bool = False
     window: int | None = None
+    routing: Routing | None = None
 
 
 _HEALTH: Final = msgspec.json.Decoder(_Health)
@@ -66,6 +69,7 @@ class RemoteReplica:
         self._headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
         self._session: aiohttp.ClientSession | None = None
         self._window: int | None = None
+        self._routing: Routing | None = None
         self._waits: set[asyncio.Timeout] = set()
         """Of requests that aren't admitted yet."""
         self._responses: WeakSet[aiohttp.ClientResponse] = WeakSet()
@@ -84,6 +88,10 @@ class RemoteReplica:
             raise UnavailableError(f"{self.base_url} hasn't told its window yet")
         return self._window
 
+    def routing(self) -> Routing | None:
+        """See `Completer.routing`: as the last probe said."""
+        return self._routing
+
     async def probe(self) -> ProbeReport:
         """Ask how it is.
 
@@ -99,6 +107,7 @@ class RemoteReplica:
         except msgspec.MsgspecError as error:
             raise CorruptError(f"{self.base_url}/health answered nonsense: {error}") from error
         self._window = seen.window or self._window
+        self._routing = seen.routing
         return ProbeReport(
             status=seen.status,
             run=seen.run,
@@ -107,6 +116,7 @@ class RemoteReplica:
             in_flight=seen.in_flight,
             draining=seen.draining,
             window=seen.window,
+            routing=seen.routing,
         )
 
     async def complete(self, request: CompletionRequest) -> "RemoteAnswer":
@@ -115,7 +125,10 @@ class RemoteReplica:
         Raises:
             ReplicaLostError: It can't be reached, or broke off or was severed before it admitted the request.
             CorruptError: Its answer broke the protocol.
+            UnavailableError: It is to force routes, and doesn't tell of routers: older ones would ignore them.
         """
+        if request.forced_routes and self._routing is None:
+            raise UnavailableError(f"{self.base_url} tells of no routers to force", hint="ask another replica")
         url, body = f"{self.base_url}/v1/generate", encode_request(request)
         with ExitStack() as undo:
             async with self._severable():
@@ -125,7 +138,8 @@ class RemoteReplica:
                 self._responses.add(response)
                 if response.status != _OK:
                     raise await self._refusal(response)
-                answer = RemoteAnswer(self.base_url, response, len(request.prompt_ids))
+                steps = StepReader(len(request.prompt_ids), self._routing, request.routes_from)
+                answer = RemoteAnswer(self.base_url, response, steps)
                 await answer.begin()
             undo.pop_all()
         return answer
@@ -185,11 +199,11 @@ class RemoteReplica:
 class RemoteAnswer:
     """See `slackwater.rollout.completer.Answer`."""
 
-    def __init__(self, base_url: str, response: aiohttp.ClientResponse, prompt_tokens: int) -> None:
+    def __init__(self, base_url: str, response: aiohttp.ClientResponse, steps: StepReader) -> None:
         self.finish: Finish | None = None
         self._base_url = base_url
         self._response = response
-        self._steps = StepReader(prompt_tokens)
+        self._steps = steps
         self._origin: Origin | None = None
 
     @property
@@ -240,7 +254,7 @@ class RemoteAnswer:
 
     async def _take(self, line: Line) -> TokenStep | None:
         match line:
-            case KvLine() | MaskLine() | TokenLine():
+            case KvLine() | MaskLine() | RoutesLine() | TokenLine():
                 return self._steps.take(line)
             case OriginLine():
                 self._origin = line.origin()

@@ -78,11 +78,14 @@ def _rest(request: CompletionRequest, steps: Sequence[TokenStep], seed: int | No
     left = max(1, sampling.max_tokens - len(steps))  # forced tokens may be more than ``max_tokens``
     least = max(0, sampling.min_tokens - len(steps))
     exact = policy.exact_version is not None
+    prompt = (*request.prompt_ids, *(step.token_id for step in steps))
     return replace(
         request,
-        prompt_ids=(*request.prompt_ids, *(step.token_id for step in steps)),
+        prompt_ids=prompt,
         sampling=replace(sampling, max_tokens=left, min_tokens=least, seed=seed),
         policy=policy if exact else replace(policy, min_version=steps[-1].version),
         forced_ids=request.forced_ids[len(steps) :],
         continued=request.continued + len(steps),
+        # The last token's own row is the first that hasn't been told.
+        routes_from=None if request.routes_from is None else len(prompt) - 1,
     )

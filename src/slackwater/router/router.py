@@ -3,8 +3,8 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Coroutine, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Final, Protocol, Self
 
@@ -15,9 +15,10 @@ from slackwater.errors import (
     SlackwaterError,
     UnavailableError,
 )
-from slackwater.ids import ReplicaId
+from slackwater.ids import ReplicaId, Version
 from slackwater.rollout.completer import Completer
 from slackwater.rollout.request import CompletionRequest
+from slackwater.rollout.routes import Routing
 from slackwater.router.answer import RoutedAnswer
 from slackwater.router.policy import Health, Refusal, RoutingContext
 from slackwater.router.pool import Member, Pool, ProbeReport, Reservation, Transition
@@ -80,6 +81,8 @@ class Router:
         clock: Times the probes; the machine's own by default.
         probe_interval_s: Seconds between two probes of one replica.
         probe_timeout_s: Seconds after which a probe has failed.
+        head: Tells the newest committed version, from which ``max_lag`` counts; None where that isn't known, as by
+            default.
     """
 
     def __init__(
@@ -90,10 +93,12 @@ class Router:
         clock: Clock | None = None,
         probe_interval_s: float = PROBE_INTERVAL_S,
         probe_timeout_s: float = PROBE_TIMEOUT_S,
+        head: Callable[[], Version | None] | None = None,
     ) -> None:
         self._replicas: dict[ReplicaId, Replica] = {}
         self._pool = Pool()
         self._window = window
+        self._head = head or (lambda: None)
         self._clock = clock or SystemClock()
         self._probe_times = (probe_interval_s, probe_timeout_s)
         self._probers: dict[ReplicaId, asyncio.Task[None]] = {}
@@ -176,10 +181,17 @@ class Router:
             raise UnavailableError("no replica has told its window yet", hint="wait for a replica to start")
         return window
 
+    def routing(self) -> Routing | None:
+        """See `Completer.routing`: what the replicas tell, where they agree."""
+        told = {member.report.routing for member in self._pool.members.values() if member.report} - {None}
+        return told.pop() if len(told) == 1 else None
+
     async def complete(self, request: CompletionRequest) -> RoutedAnswer:
         """See `Completer.complete`."""
         self._counts["requests"] += 1
-        answer = RoutedAnswer(self, request)
+        # Counted once: a head that moves while the request is under way makes nobody too old for it.
+        policy = request.policy.counted_from(self._head())
+        answer = RoutedAnswer(self, replace(request, policy=policy))
         await answer.begin()
         return answer
 
