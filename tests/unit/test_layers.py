@@ -80,7 +80,8 @@ def test_pure_modules_know_no_clock_socket_thread_or_torch(place: str) -> None:
 def test_the_compiler_is_known_where_kernels_and_instructions_are_made() -> None:
     compiling = {path for path in modules() if {name.split(".")[0] for name in imported(path)} & {"numba", "llvmlite"}}
     instructions = ROOT / "engine" / "torch" / "kernels"
-    assert compiling == {ROOT / "checkpoint" / "jit.py", instructions / "tiles.py", instructions / "atomics.py"}
+    made = {instructions / name for name in ("tiles.py", "atomics.py", "transposing.py")}
+    assert compiling == {ROOT / "checkpoint" / "jit.py", *made}
 
 
 def test_the_check_sees_a_wrong_import(tmp_path: Path) -> None:

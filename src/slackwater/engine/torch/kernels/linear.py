@@ -15,6 +15,7 @@ from slackwater.checkpoint.jit import array_at, entry, float_of, kernel
 from slackwater.engine.torch.kernels import tiles
 from slackwater.engine.torch.kernels.bf16 import rounded
 from slackwater.engine.torch.kernels.team import Team, share
+from slackwater.engine.torch.kernels.transposing import transpose
 
 _WEIGHT, _BIAS, _DEPTH, _WIDTH, _TOKENS, _PACKED, _OUT, _SHAPES, _SCRATCH = range(9)
 """Words of the job."""
@@ -27,19 +28,17 @@ _SCRATCH_BYTES: Final = 5120
 @kernel
 def _pack(x: int, tokens: int, depth: int, packed: int) -> None:
     """Put ``[tokens, depth]`` into tiles of 16 tokens, ``[depth / 2, 16]`` words of two neighbours; zeros fill up."""
-    pairs, groups = depth // 2, (tokens + 15) // 16
-    source = array_at(x, tokens * pairs, np.uint32)
-    target = array_at(packed, groups * 16 * pairs, np.uint32)
-    for group in range(groups):
-        base = group * 16 * pairs
-        for column in range(16):
-            token = group * 16 + column
-            if token < tokens:
-                for pair in range(pairs):
-                    target[base + pair * 16 + column] = source[token * pairs + pair]
-            else:
-                for pair in range(pairs):
-                    target[base + pair * 16 + column] = np.uint32(0)
+    pairs, whole = depth // 2, tokens // 16 * 16
+    for first in range(0, whole, 16):
+        for pair in range(0, pairs, 16):
+            transpose(x + (first * pairs + pair) * 4, pairs * 4, packed + (first * pairs + pair * 16) * 4, 64)
+    if whole < tokens:
+        source = array_at(x + whole * pairs * 4, (tokens - whole) * pairs, np.uint32)
+        target = array_at(packed + whole * pairs * 4, 16 * pairs, np.uint32)
+        target[:] = np.uint32(0)
+        for token in range(tokens - whole):
+            for pair in range(pairs):
+                target[pair * 16 + token] = source[token * pairs + pair]
 
 
 @kernel
@@ -98,13 +97,16 @@ def _write(scratch: int, row: int, first: int, job: Any) -> None:
     width, biased = job[_WIDTH], job[_BIAS] != 0
     bias = array_at(job[_BIAS] + 2 * row if biased else scratch, 32, np.uint16)
     pairs = array_at(scratch + 4096, 256, np.uint32)
-    out = array_at(job[_OUT], job[_TOKENS] * width // 2, np.uint32)
-    for begin in range(0, min(job[_TOKENS] - first, 32), 16):
-        _round(array_at(scratch + begin * 64, 1024 - begin * 16, np.float32), bias, biased, pairs)
-        for token in range(min(job[_TOKENS] - first - begin, 16)):
-            target = ((first + begin + token) * width + row) // 2
+    for begin in range(first, min(job[_TOKENS], first + 32), 16):
+        _round(array_at(scratch + (begin - first) * 64, 768, np.float32), bias, biased, pairs)
+        target, count = job[_OUT] + (begin * width + row) * 2, min(job[_TOKENS] - begin, 16)
+        if count == tiles.ROWS:
+            transpose(scratch + 4096, 64, target, width * 2)
+            continue
+        for token in range(count):
+            out = array_at(target + token * width * 2, 16, np.uint32)
             for pair in range(16):
-                out[target + pair] = pairs[pair * 16 + token]
+                out[pair] = pairs[pair * 16 + token]
 
 
 def _block(address: int, number: int, thread: int) -> None:
