@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from slackwater.engine.torch.kernels import tiles
 from slackwater.engine.torch.kernels.linear import Linear
@@ -71,10 +71,7 @@ def tiled(team: Team) -> Form:
 
     def form(weight: Tensor, batch: int) -> Product:
         del batch
-        module = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
-        module.weight = nn.Parameter(weight, requires_grad=False)
-        linear.install(module)
-        return module.forward
+        return lambda rows: linear.multiply(rows, weight)
 
     return form
 

@@ -4,6 +4,7 @@ transformers has ways that are fast, and one whose bits don't depend on who shar
 for each of its tokens, and is some thirty times slower. Here tokens meet their expert in blocks of one shape.
 """
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -30,27 +31,49 @@ def use_experts(module: nn.Module, *, invariant: bool) -> None:
     model.set_experts_implementation(INVARIANT if invariant else FAST)
 
 
-def _experts(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """What transformers' modules of experts call.
+Multiply = Callable[[Tensor, Tensor], Tensor]
+"""``[tokens, in]`` by a weight ``[out, in]``."""
+
+
+def mix(experts: Any, states: Tensor, chosen: Tensor, shares: Tensor, *, multiply: Multiply) -> Tensor:
+    """What transformers' modules of experts compute, each expert's tokens by ``multiply``.
 
     Args:
         experts: The module: ``gate_up_proj`` is ``[experts, 2 * width, hidden]``, ``down_proj`` ``[experts, hidden,
             width]``.
-        hidden_states: ``[tokens, hidden]``.
-        top_k_index: ``[tokens, per_token]``, int64.
-        top_k_weights: ``[tokens, per_token]``.
+        states: ``[tokens, hidden]``.
+        chosen: ``[tokens, per_token]``, int64.
+        shares: ``[tokens, per_token]``.
+        multiply: How.
 
     Returns:
-        ``[tokens, hidden]``, in the dtype of ``hidden_states``.
+        ``[tokens, hidden]``, in the dtype of ``states``.
     """
-    made = hidden_states.new_empty(*top_k_index.shape, hidden_states.shape[-1])
-    for expert in top_k_index.unique().tolist():
-        tokens, ranks = torch.where(top_k_index == expert)
-        for some, theirs in zip(tokens.split(BLOCK), ranks.split(BLOCK), strict=True):
-            block = functional.pad(hidden_states[some], (0, 0, 0, BLOCK - len(some)))
-            gated = experts._apply_gate(functional.linear(block, experts.gate_up_proj[expert]))  # noqa: SLF001
-            made[some, theirs] = functional.linear(gated, experts.down_proj[expert])[: len(some)]
-    return (made * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)
+    made = states.new_empty(*chosen.shape, states.shape[-1])
+    for expert in chosen.unique().tolist():
+        tokens, ranks = torch.where(chosen == expert)
+        gated = experts._apply_gate(multiply(states[tokens], experts.gate_up_proj[expert]))  # noqa: SLF001
+        made[tokens, ranks] = multiply(gated, experts.down_proj[expert])
+    return (made * shares[..., None]).sum(1).to(states.dtype)
+
+
+def quicken_experts(experts: Any, multiply: Multiply) -> None:
+    """Have a module of experts multiply so from now on, whatever `use_experts` says."""
+
+    def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        return mix(experts, hidden_states, top_k_index, top_k_weights, multiply=multiply)
+
+    experts.forward = forward
+
+
+def _in_blocks(tokens: Tensor, weight: Tensor) -> Tensor:
+    padded = functional.pad(tokens, (0, 0, 0, -len(tokens) % BLOCK))
+    return torch.cat([functional.linear(block, weight) for block in padded.split(BLOCK)])[: len(tokens)]
+
+
+def _experts(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """What transformers' modules of experts call; see `mix`."""
+    return mix(experts, hidden_states, top_k_index, top_k_weights, multiply=_in_blocks)
 
 
 ExpertsInterface.register(INVARIANT, _experts)

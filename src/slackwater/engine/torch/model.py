@@ -15,6 +15,7 @@ from slackwater.engine.torch.architectures import MEMORY, Memory
 from slackwater.engine.torch.attention import ATTENTION, LANES
 from slackwater.engine.torch.built import Built
 from slackwater.engine.torch.folder import DTYPES, end_tokens, listed, read_config, read_specs, spec_of
+from slackwater.engine.torch.kernels import tiles
 from slackwater.errors import UnsupportedError
 from slackwater.rollout.routes import Routing
 
@@ -65,8 +66,9 @@ class LoadedModel:
         """Fingerprint of the arithmetic; ``shapes`` says in which shapes the caller runs it."""
         libraries = f"torch {torch.__version__}, {self.code}"
         attention = "own" if self.memory is Memory.ROWS else "its"
-        kernels = f"cpu {torch.backends.cpu.get_cpu_capability()}, {attention} attention, {DTYPES[self.dtype]}"
-        return f"{libraries}; {kernels}; {shapes}"
+        quick = attention == "own" and self.dtype == torch.bfloat16 and tiles.available()
+        cpu = f"cpu {torch.backends.cpu.get_cpu_capability()}{', own kernels for AMX' if quick else ''}"
+        return f"{libraries}; {cpu}, {attention} attention, {DTYPES[self.dtype]}; {shapes}"
 
 
 def load(folder: Path) -> LoadedModel:

@@ -1,5 +1,7 @@
 """The runner of models whose layers all attend: every slot's tokens share passes, and rows can be shared anywhere."""
 
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
 from typing import Any, Final
 
 import numpy as np
@@ -8,7 +10,7 @@ from torch import Tensor
 
 from slackwater.engine.torch.batch import Batch, Pass
 from slackwater.engine.torch.experts import use_experts
-from slackwater.engine.torch.kernels.quicken import quicken
+from slackwater.engine.torch.kernels.quicken import quicken, torch_alone
 from slackwater.engine.torch.kernels.team import Team
 from slackwater.engine.torch.model import LoadedModel
 from slackwater.engine.torch.recording import recording
@@ -34,11 +36,11 @@ class SlotRunner:
         self._model: Final = model
         self._team: Final = Team(threads)
         self._store: Final = SlotStore(model, slots=slots, window=window, team=self._team)
-        quicken(model.module, self._team)
         self.routes: Final = RouteStore(model.routing, slots=slots, window=window) if model.routing else None
         self._tap: Final = RouterTap(model.routers, model.routing) if model.routing else None
         if model.routing:
             use_experts(model.module, invariant=invariant)
+        self._quick: Final = quicken(model.module, self._team)
 
     def run(self, work: Pass) -> Tensor:
         """See `Runner.run`."""
@@ -47,7 +49,7 @@ class SlotRunner:
         ends = np.array(batch.ends, dtype=np.int64)[list(work.wanted)]
         kept: Any = torch.from_numpy(ends)  # pyright: ignore[reportUnknownMemberType]
         module: Any = self._model.module
-        with self._team.awake(), recording(self._tap, self.routes, batch):
+        with self._awake(), recording(self._tap, self.routes, batch):
             output = module(
                 input_ids=batch.ids,
                 position_ids=batch.positions,
@@ -58,6 +60,11 @@ class SlotRunner:
             )
         logits: Tensor = output.logits[0]
         return logits[kept] if work.every_logit else logits
+
+    @contextmanager
+    def _awake(self) -> Generator[None]:
+        with torch_alone() if self._quick else nullcontext(), self._team.awake():
+            yield
 
     def copy(self, slot: int, *, source: int, count: int) -> None:
         """See `Runner.copy`."""

@@ -142,7 +142,7 @@ def _entry() -> int:
 
 
 class Linear:
-    """What runs `torch.nn.Linear` modules of bf16.
+    """What multiplies by weights of bf16.
 
     Args:
         team: Who shares a product.
@@ -158,18 +158,14 @@ class Linear:
         self._entry: Final = _entry()
 
     @staticmethod
-    def fits(module: nn.Module) -> bool:
-        """Whether a module can be run so."""
-        return (
-            isinstance(module, nn.Linear)
-            and module.weight.dtype == torch.bfloat16
-            and module.weight.is_contiguous()
-            and module.in_features % tiles.DEPTH == 0
-            and module.out_features % _STRIP == 0
-        )
+    def fits(weight: Tensor) -> bool:
+        """Whether a weight, ``[out, in]`` or several of them, can be multiplied by so."""
+        width, depth = weight.shape[-2:]
+        sizes = depth % tiles.DEPTH == 0 and width % _STRIP == 0
+        return weight.dtype == torch.bfloat16 and weight.is_contiguous() and sizes
 
     def install(self, module: nn.Linear) -> None:
-        """Have a module that `fits` run so from now on."""
+        """Have a module whose weight `fits` run so from now on."""
         given: Any = module.bias  # None without one, though torch's types don't say so
         weight, bias = module.weight.data_ptr(), 0 if given is None else given.data_ptr()
         depth, width = module.in_features, module.out_features
@@ -178,6 +174,10 @@ class Linear:
             return self._run(input, weight, bias, depth, width)
 
         module.forward = forward
+
+    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
+        """``[..., in]`` by a weight that `fits`."""
+        return self._run(x, weight.data_ptr(), 0, weight.shape[1], weight.shape[0])
 
     def _run(self, x: Tensor, weight: int, bias: int, depth: int, width: int) -> Tensor:
         held = x.contiguous()
