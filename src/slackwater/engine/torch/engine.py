@@ -13,6 +13,7 @@ from slackwater.clock import Clock, SystemClock
 from slackwater.config.in_flight import InFlight
 from slackwater.engine.base import CommitReport, EngineDescription, EngineStats, Proof, Staged
 from slackwater.engine.scatter import warm
+from slackwater.engine.torch import sampler
 from slackwater.engine.torch.answer import TorchAnswer
 from slackwater.engine.torch.batch import Shaping
 from slackwater.engine.torch.core import Core
@@ -108,6 +109,7 @@ class TorchEngine:
         shaping = Shaping(slots=slots, invariant=batch_invariant)
         # Compiling stops every thread for seconds: here nobody is served yet.
         await asyncio.to_thread(warm, {spec.bits_dtype for spec in model.specs.values()})
+        await asyncio.to_thread(sampler.warm)
         core = await asyncio.to_thread(
             Core, model, shaping, window=served, version=version, threads=threads, kv_tokens=kv_tokens
         )

@@ -81,6 +81,11 @@ def sample(logits: Tensor, asks: Sequence[Ask]) -> list[Drawn | None]:
     return [drawn for part in parts for drawn in _sample(logits[part], asks[part])]
 
 
+def warm() -> None:
+    """Have what a draw compiles compiled."""
+    sample(torch.zeros(1, 2), [Ask(spec=_PLAIN, seed=0, position=0)])
+
+
 def _sample(logits: Tensor, asks: Sequence[Ask]) -> list[Drawn | None]:
     raw = logits.float()
     sound: list[bool] = raw.amax(dim=-1).isfinite().tolist()

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slackwater.engine.torch.batch import Batch, Pass
+from slackwater.engine.torch.batch import Batch, Pass, Piece
 from slackwater.engine.torch.experts import use_experts
 from slackwater.engine.torch.kernels.quicken import quicken, torch_alone
 from slackwater.engine.torch.kernels.team import Team
@@ -41,6 +41,7 @@ class SlotRunner:
         if model.routing:
             use_experts(model.module, invariant=invariant)
         self._quick: Final = quicken(model.module, self._team)
+        self._warm()
 
     def run(self, work: Pass) -> Tensor:
         """See `Runner.run`."""
@@ -60,6 +61,11 @@ class SlotRunner:
             )
         logits: Tensor = output.logits[0]
         return logits[kept] if work.every_logit else logits
+
+    @torch.inference_mode()
+    def _warm(self) -> None:
+        """Have the kernels compiled: that stops every thread for seconds, so it is done before anybody is served."""
+        self.run(Pass(pieces=[Piece(slot=0, start=0, tokens=[0])], wanted=[0]))
 
     @contextmanager
     def _awake(self) -> Generator[None]:

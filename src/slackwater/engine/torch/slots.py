@@ -2,11 +2,10 @@
 
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from slackwater.engine.torch.batch import Batch, Piece
+from slackwater.engine.torch.batch import Batch
 from slackwater.engine.torch.kernels.team import Team
 from slackwater.engine.torch.model import LoadedModel
 from slackwater.engine.torch.rows import PlainRows, Rows
@@ -32,7 +31,6 @@ class SlotStore(Cache):
             if TileRows.fits(model)
             else PlainRows(model, slots=slots, window=window, threads=team.threads)
         )
-        self._warm(model)
 
     def aim(self, batch: Batch) -> None:
         """See `Rows.aim`."""
@@ -54,10 +52,3 @@ class SlotStore(Cache):
         """Not asked for: positions are always given. 0 keeps transformers from guessing."""
         del layer_idx
         return 0
-
-    def _warm(self, model: LoadedModel) -> None:
-        """Have the kernels compiled: that stops every thread for seconds, so it is done before anybody is served."""
-        self.aim(Batch.of([Piece(slot=0, start=0, tokens=[0])]))
-        none = torch.zeros(1, model.kv_heads, 1, model.head_dim)
-        self.update(none, none, 0)
-        self.attend(0, none, 1.0)

@@ -7,13 +7,14 @@ largest logits by value, so nothing sorts ids. A draw sums the masses in blocks,
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from slackwater.checkpoint.jit import summing_kernel
 from slackwater.rollout.request import SamplingSpec
 
 _Floats = npt.NDArray[np.float32]
@@ -181,11 +182,20 @@ def _drop_ties(values: _Floats, inside: npt.NDArray[np.bool_], floors: _Floats, 
     inside[index, ids] = False
 
 
+@summing_kernel
+def _sum_blocks(mass: Any, sums: Any) -> None:
+    for row in range(mass.shape[0]):
+        for block in range(sums.shape[1]):
+            total = 0.0
+            for at in range(block * _BLOCK, min((block + 1) * _BLOCK, mass.shape[1])):
+                total += np.float64(mass[row, at])
+            sums[row, block] = total
+
+
 def _reached(mass: Tensor) -> Tensor:
-    blocks = mass.shape[1] // _BLOCK
-    body = mass[:, : blocks * _BLOCK].unflatten(1, (blocks, _BLOCK)).sum(dim=-1, dtype=torch.float64)
-    rest = mass[:, blocks * _BLOCK :].sum(dim=-1, keepdim=True, dtype=torch.float64)
-    return torch.cat([body, rest], dim=1).cumsum(dim=-1)
+    sums = torch.empty(len(mass), -(-mass.shape[1] // _BLOCK), dtype=torch.float64)
+    _sum_blocks(mass.numpy(), sums.numpy())
+    return sums.cumsum(dim=-1)
 
 
 def _first_above(sums: Tensor, target: Tensor) -> Tensor:
