@@ -23,6 +23,7 @@ from slackwater.router.remote import RemoteReplica
 from slackwater.router.router import Router
 from slackwater.testing.completer import TableCompleter
 from slackwater.testing.loopback import Loopback
+from slackwater.testing.routes import ScriptedRouter
 from slackwater.testing.tiny_model import TINY_VOCAB
 
 KEYS = Keys(inference="inference-key", control="control-key")
@@ -36,8 +37,8 @@ SHOWN: Mapping[str, object] = {"max_tokens": 200, "seed": 1, "return_token_ids":
 class SlowDoor(TableCompleter):
     """A table that may keep requests waiting for their admission."""
 
-    def __init__(self) -> None:
-        super().__init__(ROWS)
+    def __init__(self, router: ScriptedRouter | None = None) -> None:
+        super().__init__(ROWS, router=router)
         self.knocked = asyncio.Semaphore(0)
         self.opened = asyncio.Event()
         self.opened.set()
@@ -80,17 +81,20 @@ class Site:
 def replica_app(table: TableCompleter, tokenizer: ChatTokenizer) -> ASGIApp:
     async def health(request: Request) -> Response:
         del request
-        return json_reply({"status": "serving", "version": 7, "window": table.window(), "boot_id": "x"})
+        told = {"window": table.window(), "routing": table.routing()}
+        return json_reply({"status": "serving", "version": 7, "boot_id": "x", **told})
 
     return create_app(table, tokenizer, KEYS, model_name="m", extra_routes=[Route("/health", health)])
 
 
 @asynccontextmanager
-async def site(tokenizer: ChatTokenizer, *, gateway: bool) -> AsyncGenerator[Site]:
-    """A replica's API, or that of a gateway before it."""
+async def site(
+    tokenizer: ChatTokenizer, *, gateway: bool, routed: ScriptedRouter | None = None
+) -> AsyncGenerator[Site]:
+    """A replica's API, or that of a gateway before it; ``routed`` gives the model its routers."""
     headers = {"Authorization": f"Bearer {KEYS.inference}"}
     async with AsyncExitStack() as stack:
-        table, router = SlowDoor(), None
+        table, router = SlowDoor(routed), None
         server = await stack.enter_async_context(Loopback(replica_app(table, tokenizer)))
         if gateway:
             router = Router({ReplicaId("a"): RemoteReplica(server.url, KEYS.inference)})

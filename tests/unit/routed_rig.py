@@ -7,6 +7,7 @@ from stamp_rig import World
 from slackwater.errors import ReplicaLostError
 from slackwater.rollout.completer import Answer
 from slackwater.rollout.request import CompletionRequest
+from slackwater.rollout.routes import Routing
 from slackwater.router.pool import ProbeReport
 
 
@@ -31,6 +32,9 @@ class Routed:
 
     def window(self) -> int:
         return self.world.replica.window()
+
+    def routing(self) -> Routing | None:
+        return self.world.replica.routing()
 
     async def probe(self) -> ProbeReport:
         await self._thawed.wait()

@@ -4,7 +4,9 @@ import asyncio
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -93,6 +95,44 @@ def test_every_claim_that_must_hold_can_fail(broken: Record) -> None:
     assert len(failures(claims(broken))) == 1
 
 
+EVIDENCE = replace(
+    RECORD,
+    evidence=True,
+    answers=tuple(msgspec.structs.replace(item, masks=[[1, 2], [3]], routes=[b"\0", b"\1"]) for item in RECORD.answers),
+    labels=replace(RECORD.labels, masks=4, routes=4),
+)
+
+
+def test_masks_and_routes_are_claimed_where_they_were_asked_for() -> None:
+    figures = claims(EVIDENCE)
+    assert failures(figures) == []
+    assert figures["mean_mask_ids"] == 1.5
+    assert figures["masks_replayed_equal"] == figures["routes_replayed_equal"] == 1
+    assert "routes_rows_missing" not in claims(RECORD)
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "figure"),
+    [
+        ({"masks": [[1, 2], []]}, "tokens_without_mask", 2),
+        ({"masks": []}, "tokens_without_mask", 4),
+        ({"masks": [[1, 2], [1]]}, "tokens_outside_mask", 2),
+        ({"routes": [b"\0"]}, "routes_rows_missing", 2),
+        ({"routes": []}, "routes_rows_missing", 4),
+    ],
+)
+def test_evidence_that_lacks_or_contradicts_fails(change: dict[str, Any], name: str, figure: int) -> None:
+    answers = tuple(msgspec.structs.replace(item, **change) for item in EVIDENCE.answers)
+    figures = claims(replace(EVIDENCE, answers=answers))
+    assert figures[name] == figure
+    assert len(failures(figures)) == 1
+
+
+@pytest.mark.parametrize("change", [{"masks_differing": 1}, {"routes_differing": 1}, {"masks": 0}, {"routes": 0}])
+def test_evidence_that_no_replay_made_again_fails(change: dict[str, Any]) -> None:
+    assert len(failures(claims(replace(EVIDENCE, labels=replace(EVIDENCE.labels, **change))))) == 1
+
+
 def test_a_percentile_is_a_value_that_was_seen() -> None:
     assert percentile([3.0, 1.0, 2.0], 0.5) == 2.0
     assert percentile([1.0], 0.99) == 1.0
@@ -144,7 +184,10 @@ def test_the_report_is_a_picture_that_appears_whole(tmp_path: Path) -> None:
 
 
 def test_a_cast_has_a_run_of_its_own_and_two_different_keys(tmp_path: Path) -> None:
-    settings = DemoSettings(steps=1, bucket=None, out=tmp_path, seed=0, plain=True)
+    settings = DemoSettings(steps=1, bucket=None, out=tmp_path, seed=0, toy=False, plain=True)
+    toy = assemble(replace(settings, toy=True))
+    assert "--toy" in toy.trainer.arguments
+    assert all("64" in child.arguments for child in (*toy.replicas, *toy.checkers))
     first, second = assemble(settings), assemble(settings)
     assert first.run != second.run
     assert len(set(first.urls.values())) == 3

@@ -40,6 +40,7 @@ async def test_health_is_open_and_follows_the_state(rig: Rig, client: Client) ->
         "in_flight": 0,
         "draining": False,
         "window": 4096,
+        "routing": None,
     }
 
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,6 +16,7 @@ from slackwater.trainer.align import (
     LabelCheck,
     LabelledAnswer,
     LeftOut,
+    compared,
     mislabelled,
     replayed_as,
     shifted,
@@ -149,3 +151,58 @@ def test_what_was_left_out_is_counted_by_its_reason() -> None:
     )
     both = check.plus(replace(check, unchecked=3, unchecked_because={"versions_fall": 3}))
     assert (both.unchecked, both.unchecked_because) == (5, {"versions_fall": 4, "kv_of_other_versions": 1})
+
+
+TOLD = replace(
+    answer(0, 1, 2, 2),
+    raw_logprobs=(-2.0, -2.0, -2.0),
+    masks=(b"a", b"b", b""),
+    routes=(b"\0\1", b"\2\3", b"\4\5"),
+)
+"""Its prompt has one token."""
+
+
+def made(
+    *, logprob: float = -1.0, raw: float | None = -2.0, mask: bytes | None = b"b", routes: bytes | None = b""
+) -> TokenStep:
+    return TokenStep(token_id=1, logprob=logprob, version=Version(2), raw_logprob=raw, mask=mask, routes=routes)
+
+
+def test_a_piece_that_was_made_again_agrees_in_all_that_was_told() -> None:
+    first, later = TOLD.policy
+    steps = [made(routes=b"\2\3"), made(mask=b"", routes=b"\4\5")]
+    found = compared(TOLD, later, steps, 1e-3)
+    assert (found.tokens, found.mislabelled, found.masks, found.masks_differing) == (2, 0, 2, 0)
+    assert (found.routes, found.routes_differing) == (2, 0)
+    assert TOLD.routes_of(first) == (b"\0\1",)
+
+
+@pytest.mark.parametrize(
+    ("step", "wrong"),
+    [
+        (made(logprob=-1.1, mask=b"a", routes=b"\0\1"), (1, 0, 0)),
+        (made(raw=-2.1, mask=b"a", routes=b"\0\1"), (1, 0, 0)),
+        (made(raw=None, mask=b"a", routes=b"\0\1"), (1, 0, 0)),
+        (made(logprob=-math.inf, mask=b"a", routes=b"\0\1"), (1, 0, 0)),
+        (made(routes=b"\0\1"), (0, 1, 0)),
+        (made(mask=None, routes=b"\0\1"), (0, 1, 0)),
+        (made(mask=b"a", routes=b"\1\0"), (0, 0, 1)),
+        (made(mask=b"a", routes=b"\0\1\0\1"), (0, 0, 1)),
+        (made(mask=b"a", routes=None), (0, 0, 1)),
+    ],
+)
+def test_each_kind_of_evidence_can_differ_by_itself(step: TokenStep, wrong: tuple[int, int, int]) -> None:
+    found = compared(TOLD, TOLD.policy[0], [step], 1e-3)
+    assert (found.mislabelled, found.masks_differing, found.routes_differing) == wrong
+    assert math.isfinite(found.largest_difference)
+
+
+def test_what_was_not_told_is_not_compared() -> None:
+    found = compared(answer(0, 2), PolicySpan(version=Version(2), start=0, end=1), [made(raw=None)], 1e-3)
+    assert (found.tokens, found.mislabelled, found.masks, found.routes) == (1, 0, 0, 0)
+
+
+@pytest.mark.parametrize("cut", [{"masks": (b"a",)}, {"routes": (b"\0",)}, {"raw_logprobs": (-1.0, -1.0)}])
+def test_evidence_that_does_not_cover_an_answer_is_refused(cut: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInputError, match="don't cover it"):
+        replace(TOLD, **cut)

@@ -34,7 +34,7 @@ from slackwater.testing.completer import TableCompleter
 from slackwater.testing.loopback import Loopback
 from slackwater.testing.tiny_model import TINY_VOCAB, write_tiny_tokenizer
 from slackwater.trainer.client import RolloutClient, RolloutSampling
-from slackwater.trainer.samples import read_samples
+from slackwater.trainer.samples import SamplingMask, read_samples
 
 KEYS = Keys(inference="inference-key", control="control-key")
 ROWS = [[((token * 31 + position * 17) % 97) / 12 for token in range(TINY_VOCAB)] for position in range(9)]
@@ -120,6 +120,100 @@ async def test_retries_end_at_the_deadline(
     assert 6 <= clock.monotonic() - started <= 16
 
 
+@pytest.mark.parametrize(
+    ("status", "told", "wait"),
+    [(429, "3", 3.375), (503, "3", 3.375), (503, "", 0.1), (503, "soon", 0.1), (409, "3", 0.1), (503, "9" * 9, None)],
+)
+async def test_a_wait_that_is_asked_for_is_kept_to_within_bounds(
+    clock: ManualClock, status: int, told: str, wait: float | None
+) -> None:
+    asked: list[float] = []
+
+    async def later(request: Request) -> Response:
+        del request
+        asked.append(clock.monotonic())
+        error = {"message": "later", "type": "policy_unmet" if status == 409 else "unavailable"}
+        body = {"detail": "slow down"} if status == 429 else {"error": error}
+        return JSONResponse(body, status, {"Retry-After": told} if told else None)
+
+    app = Starlette(routes=[Route("/v1/chat/completions", later, methods=["POST"])])
+    async with Loopback(app) as server:
+        client = RolloutClient(server.url, "x", deadline_s=10, clock=clock, jitter=lambda: 0.5)
+        async with client:
+            task = asyncio.ensure_future(client.chat(HELLO))
+            if wait is None:
+                with pytest.raises(UnavailableError):  # a minute is believed, and past the deadline
+                    await task
+                return
+            await clock.parked()
+            await clock.advance(wait - 0.01)
+            assert len(asked) == 1
+            await clock.advance(0.02)
+            await clock.parked()
+            assert len(asked) == 2
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_429_without_our_words_is_an_overload() -> None:
+    async def later(request: Request) -> Response:
+        del request
+        return Response("slow down", 429)
+
+    app = Starlette(routes=[Route("/v1/chat/completions", later, methods=["POST"])])
+    async with Loopback(app) as server, RolloutClient(server.url, "x", deadline_s=0) as client:
+        with pytest.raises(OverloadedError):
+            await client.chat(HELLO)
+
+
+async def test_every_sampling_field_reaches_the_engine(client: RolloutClient, completer: TableCompleter) -> None:
+    asked = RolloutSampling(
+        max_tokens=6, seed=3, temperature=0.7, min_p=0.01, presence_penalty=0.5, frequency_penalty=-0.5,
+        repetition_penalty=1.2, logit_bias={5: 2.0}, min_tokens=2, ignore_eos=True, raw_logprobs=True,
+        sampling_mask=True, top_k=4,
+    )  # fmt: skip
+    (sample,) = await client.chat(HELLO, sampling=asked)
+    spec = completer.requests[-1].sampling
+    for name in ("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "ignore_eos"):
+        assert getattr(spec, name) == getattr(asked, name)
+    assert spec.logit_bias == ((5, 2.0),)
+    assert sample.raw_logprobs is not None
+    assert sample.raw_logprobs.shape == sample.logprobs.shape
+    assert not sample.raw_logprobs.flags.writeable
+    assert sample.sampling_mask is not None
+    for place, token in enumerate(sample.token_ids):
+        row = sample.sampling_mask.row(place)
+        assert row is not None
+        assert token in row
+        assert len(row) <= 4
+
+
+async def test_what_was_not_asked_for_is_not_there_and_a_row_that_is_not_told_is_none(client: RolloutClient) -> None:
+    (plain,) = await client.chat(HELLO, sampling=SHORT)
+    assert (plain.raw_logprobs, plain.sampling_mask) == (None, None)
+    mask = SamplingMask(indptr=np.array([0, 2, 2]), ids=np.array([4, 7], dtype=np.int32))
+    assert mask.row(1) is None
+
+
+async def test_a_mask_that_does_not_fit_its_tokens_is_corrupt(client: RolloutClient) -> None:
+    reply = await good_reply(client, {"sampling_mask": True, "raw_logprobs": True})
+    read_samples(json.dumps(reply).encode(), 1)
+    for field, arrays in (("sampling_mask", ["indptr", "indices"]), ("raw_logprobs", ["values"])):
+        for name in arrays:
+            broken = json.loads(json.dumps(reply))
+            array = broken["choices"][0]["engine_data"][field][name]
+            array["shape"], array["data"] = [0], ""
+            with pytest.raises(CorruptError):
+                read_samples(json.dumps(broken).encode(), 1)
+
+
+async def test_tool_messages_are_passed_on(client: RolloutClient, completer: TableCompleter) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "look_up", "arguments": "{}"}}
+    told = [*HELLO, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "c1", "content": "s"}]
+    await client.chat(told, sampling=SHORT)
+    assert len(completer.requests[-1].prompt_ids) > len((await client.chat(HELLO, sampling=SHORT))[0].prompt_ids)
+
+
 async def test_what_will_not_pass_is_raised_at_once(client: RolloutClient, server: Loopback) -> None:
     with pytest.raises(InvalidInputError):
         await client.chat([{"role": "user", "content": "x", "tool_calls": "y"}])
@@ -162,8 +256,8 @@ async def test_a_stranger_on_the_port_is_told_apart() -> None:
             await client.chat(HELLO)
 
 
-async def good_reply(client: RolloutClient) -> dict[str, Any]:
-    body = {"messages": HELLO, "max_tokens": 4, "return_token_ids": True, "engine_data": True}
+async def good_reply(client: RolloutClient, engine_data: object = True) -> dict[str, Any]:
+    body = {"messages": HELLO, "max_tokens": 4, "return_token_ids": True, "engine_data": engine_data}
     return json.loads(await client._post("/v1/chat/completions", json.dumps(body).encode()))
 
 

@@ -66,6 +66,7 @@ async def run_gateway(settings: GatewaySettings, keys: Keys, ending: Ending) -> 
         router = Router(
             {name: RemoteReplica(url, keys.inference) for name, url in settings.replicas.items()},
             probe_interval_s=settings.probe_s,
+            head=conductor.newest,
         )
 
         @asynccontextmanager
@@ -82,7 +83,11 @@ async def run_gateway(settings: GatewaySettings, keys: Keys, ending: Ending) -> 
             model_name=settings.model,
             extra_routes=[*hotload_routes(conductor), *fireworks_routes(conductor), *coreweave_routes(conductor)],
             lifespan=conducting,
-            capacity=Capacity(places=settings.max_requests, at_once=settings.max_requests),
+            capacity=Capacity(
+                places=settings.max_requests,
+                at_once=settings.max_requests,
+                prompt_tokens=settings.max_prompt_tokens,
+            ),
         )
         app.add_middleware(AccountKey)
         await Server(app, taken).run_until(ending)

@@ -21,6 +21,7 @@ from slackwater.cli.options import (
     LevelName,
     LoadDeadline,
     LoadPoll,
+    MaxPromptTokens,
     MaxRequests,
     Old,
     OptionalBucket,
@@ -369,6 +370,7 @@ def gateway(
     call_deadline: CallDeadline = 5.0,
     lag_limit: LagLimit = 60.0,
     max_requests: MaxRequests = 1024,
+    max_prompt_tokens: MaxPromptTokens = None,
     tool_parser: ToolParser = "auto",
     reasoning_parser: ReasoningParser = "auto",
     host: Host = "127.0.0.1",
@@ -384,6 +386,7 @@ def gateway(
         bucket=bucket, run=run_id(run), model=model, host=host, port=port, trust=trust or (), ledger=ledger,
         deadline_s=deadline, poll_s=poll, watch_s=watch, call_s=call_deadline, lag_limit_s=lag_limit,
         tool_parser=tool_parser, reasoning_parser=reasoning_parser, max_requests=max_requests,
+        max_prompt_tokens=max_prompt_tokens,
     )  # fmt: skip
     keys = keys_from()
     from slackwater.cli.gateway import run_gateway
@@ -401,6 +404,7 @@ def train(
     steps: Annotated[int, typer.Option(min=1)],
     seed: Annotated[int, typer.Option()] = 0,
     threads: Annotated[int, typer.Option(min=1)] = 2,
+    toy: Annotated[bool, typer.Option("--toy")] = False,
     supervised: Supervised = False,
 ) -> None:
     """Run the demo's trainer; its events go to standard output."""
@@ -410,7 +414,7 @@ def train(
     log.configure("trainer")
     settings = TrainSettings(
         bucket=bucket, run=run_id(run), gateway=gateway_url, model_folder=model_folder, record=record, steps=steps,
-        seed=seed, threads=threads,
+        seed=seed, threads=threads, toy=toy,
     )  # fmt: skip
     asyncio.run(run_trainer(settings, keys_from()))
 
@@ -450,18 +454,20 @@ def replay(
 
 @app.command()
 def demo(
-    steps: Annotated[int, typer.Option(min=1, max=200, help="Training steps.")] = 12,
+    steps: Annotated[int | None, typer.Option(min=1, max=200, help="12, of a toy 48.", show_default=False)] = None,
+    toy: Annotated[bool, typer.Option("--toy", help="Train a tiny random mixture of experts instead.")] = False,
     bucket: Annotated[str | None, typer.Option(help="Bucket to publish to; by default a directory of the run.")] = None,
     out: Annotated[Path, typer.Option(help="Where report, logs and record go.")] = Path("out/demo"),
     seed: Annotated[int, typer.Option(help="Of prompts and sampling.")] = 0,
     plain: Annotated[bool, typer.Option("--plain", help="Lines instead of a live view.")] = False,
 ) -> None:
-    """Train a real small model with RL against a real rollout fleet on this machine."""
+    """Train a real small model, or a toy, with RL against a real rollout fleet on this machine."""
     from slackwater.cli.demo.cast import DemoSettings
     from slackwater.cli.demo.run import run_demo
 
     log.configure("demo")
-    settings = DemoSettings(steps=steps, bucket=bucket, out=out, seed=seed, plain=plain)
+    default = 48 if toy else 12
+    settings = DemoSettings(steps=steps or default, bucket=bucket, out=out, seed=seed, toy=toy, plain=plain)
     try:
         raise SystemExit(asyncio.run(run_demo(settings)))
     except asyncio.CancelledError:  # by SIGTERM; its children have ended

@@ -84,6 +84,10 @@ MaxWaiting = Annotated[
         "--max-waiting", min=0, max=1_000_000, help="Answers that wait for a slot, at most. [default: 4 per slot]"
     ),
 ]
+MaxPromptTokens = Annotated[
+    int | None,
+    typer.Option("--max-prompt-tokens", min=1, help="Tokens of all prompts under way, at most. [default: no bound]"),
+]
 _TOOL_PARSERS: Final = (AUTO, *TOOL_FORMATS)
 _REASONING_PARSERS: Final = (AUTO, *REASONING_FORMATS)
 ToolParser = Annotated[

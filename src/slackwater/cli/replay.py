@@ -12,7 +12,7 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
 
@@ -28,19 +28,19 @@ from slackwater.errors import CorruptError, InvalidInputError, NotFoundError
 from slackwater.ids import RunId, Version
 from slackwater.replica.prepare import prepare_anchor, prepare_delta
 from slackwater.replica.race import Stop
-from slackwater.rollout.evidence import PolicySpan
+from slackwater.rollout.evidence import PolicySpan, pack_mask
 from slackwater.rollout.request import SamplingSpec
 from slackwater.trainer.align import (
     LabelCheck,
     LabelledAnswer,
     LeftOut,
-    mislabelled,
+    compared,
     replayed_as,
     shifted,
     tolerance,
     touching,
 )
-from slackwater.trainer.record import decode_record
+from slackwater.trainer.record import AnswerRecord, decode_record
 
 _PROBE_TOKENS = 4
 """First tokens of a falsely labelled answer that are re-scored."""
@@ -112,10 +112,7 @@ def _left_out(reasons: Counter[LeftOut], limit: float) -> LabelCheck:
         mislabelled=0,
         largest_difference=0.0,
         tolerance=limit,
-        answers=0,
         unchecked=reasons.total(),
-        shifted=0,
-        shifted_caught=0,
         unchecked_because={str(reason): count for reason, count in reasons.items()},
     )
 
@@ -130,23 +127,29 @@ def read_answers(settings: ReplaySettings) -> list[LabelledAnswer]:
         ) from error
     found = [(number, decode_record(line)) for number, line in enumerate(lines)]
     answers = [
-        LabelledAnswer(
-            key=number,
-            prompt_ids=tuple(item.prompt_ids),
-            token_ids=tuple(item.token_ids),
-            logprobs=tuple(item.logprobs),
-            policy=_spans(item.policy),
-            replica=item.replica,
-            kv=_spans(item.kv),
-            prompt_version=None if item.prompt_version is None else Version(item.prompt_version),
-            moved=len(item.replicas) > 1,
-        )
-        for number, item in found
-        if item.token_ids and settings.replica in (None, item.replica)
+        _labelled(number, item) for number, item in found if item.token_ids and settings.replica in (None, item.replica)
     ]
     if not answers:
         raise NotFoundError(f"{settings.record} holds no answer of {settings.replica or 'any replica'}")
     return answers
+
+
+def _labelled(number: int, item: AnswerRecord) -> LabelledAnswer:
+    return LabelledAnswer(
+        key=number,
+        prompt_ids=tuple(item.prompt_ids),
+        token_ids=tuple(item.token_ids),
+        logprobs=tuple(item.logprobs),
+        policy=_spans(item.policy),
+        replica=item.replica,
+        kv=_spans(item.kv),
+        prompt_version=None if item.prompt_version is None else Version(item.prompt_version),
+        moved=len(item.replicas) > 1,
+        top_p=item.top_p,
+        raw_logprobs=tuple(item.raw_logprobs),
+        masks=tuple(map(pack_mask, item.masks)),
+        routes=tuple(item.routes) if len(item.routes) == item.rows else (),
+    )
 
 
 def _spans(plain: Sequence[tuple[int, int, int]]) -> tuple[PolicySpan, ...]:
@@ -172,15 +175,15 @@ class Walk:
         self._in_flight = in_flight
         self._table = StateTable.of_anchor(fetcher.manifest(Version(replayer.version)))
         self._resident: set[int] = set()
-        self._answers = self._tokens = self._wrong = self._shifted = self._caught = 0
-        self._largest = 0.0
+        self._found = LabelCheck(tokens=0, mislabelled=0, largest_difference=0.0, tolerance=limit)
+        self._shifted = self._caught = 0
 
     def over(self, answers: Sequence[LabelledAnswer], head: Version) -> None:
         """Score ``answers`` from the first version to ``head``."""
         claimed = max((answer.policy[-1].version for answer in answers), default=head)
         if claimed > head:
             raise CorruptError(f"an answer claims version {claimed}, but the newest is {head}")
-        self._answers += len(answers)
+        self._found = replace(self._found, answers=self._found.answers + len(answers))
         states = [self._fetcher.manifest(Version(number)).state for number in range(head + 1)]
         false = [twin for answer in answers if (twin := shifted(answer, states))]
         self._shifted += len(false)
@@ -189,20 +192,12 @@ class Walk:
             if version != self._replayer.version:
                 self._advance(version)
             self._at(version, touching(answers, version), [a for a in false if a.policy[0].version == version])
-            _log.info("version %d of %d: %d tokens, %d differ", version, head, self._tokens, self._wrong)
+            tokens, wrong = self._found.tokens, self._found.mislabelled
+            _log.info("version %d of %d: %d tokens, %d differ", version, head, tokens, wrong)
 
     def verdict(self) -> LabelCheck:
         """What the walk found."""
-        return LabelCheck(
-            tokens=self._tokens,
-            mislabelled=self._wrong,
-            largest_difference=self._largest,
-            tolerance=self._limit,
-            answers=self._answers,
-            unchecked=0,
-            shifted=self._shifted,
-            shifted_caught=self._caught,
-        )
+        return replace(self._found, shifted=self._shifted, shifted_caught=self._caught)
 
     def _advance(self, version: Version) -> None:
         manifest = self._fetcher.manifest(version)
@@ -246,13 +241,10 @@ class Walk:
         """Force the tokens that claim ``version``; answers that end in it leave their slots."""
         pieces = {answer.key: span for answer in batch if (span := answer.span_of(version))}
         tokens = {str(answer.key): answer.token_ids[_slice(pieces[answer.key])] for answer in batch}
-        found = self._replayer.extend(tokens)
+        steps = self._replayer.force(tokens)
         for answer in batch:
-            reported = answer.logprobs[_slice(pieces[answer.key])]
-            recomputed = found[str(answer.key)]
-            self._tokens += len(recomputed)
-            self._wrong += mislabelled(reported, recomputed, self._limit)
-            self._largest = max(self._largest, *_differences(reported, recomputed))
+            piece = compared(answer, pieces[answer.key], steps[str(answer.key)], self._limit)
+            self._found = self._found.plus(piece)
             if answer.policy[-1].version == version:
                 self._replayer.drop(str(answer.key))
                 self._resident.discard(answer.key)
@@ -261,15 +253,22 @@ class Walk:
         """Count the falsely labelled answers that their first tokens give away."""
         self._replayer.begin({f"false {answer.key}": _start(answer) for answer in group})
         ends = {answer.key: min(answer.policy[0].end, _PROBE_TOKENS) for answer in group}
-        found = self._replayer.extend({f"false {a.key}": a.token_ids[: ends[a.key]] for a in group})
+        found = self._replayer.force({f"false {a.key}": a.token_ids[: ends[a.key]] for a in group})
         for answer in group:
-            recomputed = found[f"false {answer.key}"]
-            self._caught += mislabelled(answer.logprobs[: ends[answer.key]], recomputed, self._limit) > 0
+            first = replace(answer.policy[0], end=ends[answer.key])
+            piece = compared(answer, first, found[f"false {answer.key}"], self._limit)
+            self._caught += piece.mislabelled > 0
             self._replayer.drop(f"false {answer.key}")
 
 
 def _start(answer: LabelledAnswer) -> tuple[tuple[int, ...], SamplingSpec]:
-    return answer.prompt_ids, SamplingSpec(max_tokens=len(answer.token_ids))
+    sampling = SamplingSpec(
+        max_tokens=len(answer.token_ids),
+        top_p=answer.top_p,
+        raw_logprobs=bool(answer.raw_logprobs),
+        sampling_mask=bool(answer.masks),
+    )
+    return answer.prompt_ids, sampling
 
 
 def _slice(span: PolicySpan) -> slice:
@@ -304,7 +303,9 @@ def _groups(answers: Sequence[LabelledAnswer], size: int) -> Iterator[Sequence[L
 
 
 def _forced(replayer: Replayer, answers: Sequence[LabelledAnswer]) -> dict[int, list[float]]:
-    replayer.begin({str(answer.key): _start(answer) for answer in answers})
+    # Of the whole softmax: under these weights a token may be none of those that could have been drawn.
+    whole = {answer.key: SamplingSpec(max_tokens=len(answer.token_ids)) for answer in answers}
+    replayer.begin({str(answer.key): (answer.prompt_ids, whole[answer.key]) for answer in answers})
     found = replayer.extend({str(answer.key): answer.token_ids for answer in answers})
     for answer in answers:
         replayer.drop(str(answer.key))

@@ -68,7 +68,9 @@ async def run_replica(settings: ReplicaSettings, keys: Keys, ending: Ending) -> 
                 keys,
                 model_name=settings.model,
                 extra_routes=routes,
-                capacity=replica_capacity(settings.slots, settings.max_waiting, settings.max_requests),
+                capacity=replica_capacity(
+                    settings.slots, settings.max_waiting, settings.max_requests, settings.max_prompt_tokens
+                ),
             )
         await serving
     finally:
@@ -131,6 +133,7 @@ class _Loader:
             batch_invariant=settings.batch_invariant,
             threads=settings.threads,
             window=settings.window,
+            kv_tokens=settings.kv_tokens,
         )
 
 

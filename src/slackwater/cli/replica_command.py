@@ -11,6 +11,7 @@ from slackwater.cli.keys import keys_from
 from slackwater.cli.options import (
     BucketUrl,
     Host,
+    MaxPromptTokens,
     MaxRequests,
     MaxWaiting,
     Port,
@@ -31,6 +32,10 @@ _MODES = tuple(mode.value for mode in InFlight)
 
 BatchInvariant = Annotated[
     bool, typer.Option("--batch-invariant", help="Let no bit of an answer depend on who else is served; slower.")
+]
+KvTokens = Annotated[
+    int | None,
+    typer.Option(min=32, help="Positions of KV in use, at most; answers take turns. [default: slots times window]"),
 ]
 Strict = Annotated[
     bool, typer.Option("--strict", help="Compare all bits of a swap in its pause, before the version serves.")
@@ -54,9 +59,11 @@ def replica(  # one option each
     slots: Annotated[int, typer.Option(min=1, max=256, help="Answers decoded at once.")] = 16,
     max_waiting: MaxWaiting = None,
     max_requests: MaxRequests = 1024,
+    max_prompt_tokens: MaxPromptTokens = None,
     batch_invariant: BatchInvariant = False,
     threads: Annotated[int, typer.Option(min=1, max=256, help="torch threads of the engine.")] = 1,
     window: Annotated[int, typer.Option(min=32, help="Context window in tokens.")] = 1024,
+    kv_tokens: KvTokens = None,
     model: Annotated[str, typer.Option(help="Name under which the gateway asks.")] = "policy",
     in_flight: Annotated[
         str,
@@ -93,7 +100,8 @@ def replica(  # one option each
         bucket=bucket, run=run_id(run), replica=ReplicaId(run_id(name)), host=host, port=port, cache=cache,
         slots=slots, threads=threads, window=window, model=model, trust=trust or (), swaps=swaps,
         tool_parser=tool_parser, reasoning_parser=reasoning_parser, batch_invariant=batch_invariant,
-        max_waiting=max_waiting, max_requests=max_requests,
+        max_waiting=max_waiting, max_requests=max_requests, max_prompt_tokens=max_prompt_tokens,
+        kv_tokens=kv_tokens,
     )  # fmt: skip
     keys = keys_from()
     from slackwater.cli.replica import run_replica

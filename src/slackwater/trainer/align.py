@@ -5,17 +5,19 @@ the KV cache built as it was, and compares. It is worth something only if false 
 runs once more with all labels shifted by one version.
 """
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import pairwise
+from operator import ne
 from typing import Final
 
 from slackwater.config.in_flight import InFlight
 from slackwater.errors import InvalidInputError
 from slackwater.ids import StateDigest, Version
-from slackwater.rollout.evidence import PolicySpan
+from slackwater.rollout.evidence import PolicySpan, TokenStep
 
 TOLERANCE_FLOOR: Final = 1e-3
 """Nats. Below it two log-probabilities are equal, whatever the calibration found."""
@@ -43,6 +45,14 @@ class LabelledAnswer:
     """The version that built the prompt's KV before the first token; None where that isn't known."""
     moved: bool = False
     """Its replica was lost and another one went on with it."""
+    top_p: float = 1.0
+    """What its tokens were drawn with, at temperature 1."""
+    raw_logprobs: tuple[float, ...] = ()
+    """Of the raw logits; empty where not told. They tell of the policy also where a token was the only one to draw."""
+    masks: tuple[bytes, ...] = ()
+    """What each token was drawn from, as `slackwater.rollout.evidence.pack_mask` has it; empty where not told."""
+    routes: tuple[bytes, ...] = ()
+    """Experts of all positions but the last, one row each; empty where not all were told."""
 
     def __post_init__(self) -> None:
         edges = [0, *(span.end for span in self.policy)]
@@ -52,6 +62,9 @@ class LabelledAnswer:
             raise InvalidInputError(
                 f"answer {self.key}: its policy spans don't cover its {len(self.token_ids)} tokens in order"
             )
+        counts = {len(told) for told in (self.raw_logprobs, self.masks) if told}
+        if counts - {edges[-1]} or len(self.routes) not in (0, len(self.prompt_ids) + edges[-1] - 1):
+            raise InvalidInputError(f"answer {self.key}: its masks, routes or raw log-probabilities don't cover it")
 
     @property
     def kept_kv(self) -> tuple[PolicySpan, ...]:
@@ -74,6 +87,11 @@ class LabelledAnswer:
         """The tokens that claim ``version``; None where none does."""
         return next((span for span in self.policy if span.version == version), None)
 
+    def routes_of(self, span: PolicySpan) -> tuple[bytes, ...]:
+        """The rows that came with a span's tokens: the position's before each, and the prompt's with the first."""
+        shift = len(self.prompt_ids) - 1
+        return self.routes[span.start + shift if span.start else 0 : span.end + shift]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LabelCheck:
@@ -82,18 +100,24 @@ class LabelCheck:
     tokens: int
     mislabelled: int
     largest_difference: float
-    """Nats, over all tokens, under the labels as reported."""
+    """Nats, over all tokens, under the labels as reported; those that are infinitely far off left out."""
     tolerance: float
     """Nats."""
-    answers: int
-    unchecked: int
+    answers: int = 0
+    unchecked: int = 0
     """Answers that a walk along the chain can't re-score."""
-    shifted: int
+    shifted: int = 0
     """Answers that have a falsely labelled twin: one version off, with other weights."""
-    shifted_caught: int
+    shifted_caught: int = 0
     """Twins that the same check flags when all labels are one version off."""
     unchecked_because: Mapping[str, int] = field(default_factory=dict[str, int])
     """How many of ``unchecked``, by the reason: a word of `LeftOut`."""
+    masks: int = 0
+    """Tokens whose mask was made again."""
+    masks_differing: int = 0
+    routes: int = 0
+    """Positions whose experts were chosen again."""
+    routes_differing: int = 0
 
     def plus(self, other: "LabelCheck") -> "LabelCheck":
         """Both checks as one."""
@@ -107,6 +131,10 @@ class LabelCheck:
             shifted=self.shifted + other.shifted,
             shifted_caught=self.shifted_caught + other.shifted_caught,
             unchecked_because=Counter(self.unchecked_because) + Counter(other.unchecked_because),
+            masks=self.masks + other.masks,
+            masks_differing=self.masks_differing + other.masks_differing,
+            routes=self.routes + other.routes,
+            routes_differing=self.routes_differing + other.routes_differing,
         )
 
 
@@ -172,6 +200,55 @@ def shifted(answer: LabelledAnswer, states: Sequence[StateDigest]) -> LabelledAn
 def mislabelled(reported: Sequence[float], recomputed: Sequence[float], limit: float) -> int:
     """How many tokens differ by more than ``limit``. A NaN on either side differs."""
     return sum(not abs(left - right) <= limit for left, right in zip(reported, recomputed, strict=True))
+
+
+def compared(answer: LabelledAnswer, span: PolicySpan, steps: Sequence[TokenStep], limit: float) -> LabelCheck:
+    """What re-scoring the tokens of ``span`` found; the answer itself is not counted.
+
+    Args:
+        answer: As reported.
+        span: Of its policy.
+        steps: One for each of the span's tokens, as made again.
+        limit: As in `mislabelled`.
+    """
+    tokens = list(zip(_told(answer, span), _made(answer, steps), strict=True))
+    masks, rows = answer.masks[span.start : span.end], answer.routes_of(span)
+    chosen = b"".join(step.routes or b"" for step in steps)
+    return LabelCheck(
+        tokens=len(tokens),
+        mislabelled=sum(mislabelled(told, made, limit) > 0 for told, made in tokens),
+        largest_difference=max(filter(math.isfinite, _gaps(tokens)), default=0.0),
+        tolerance=limit,
+        masks=len(masks),
+        masks_differing=sum(mask != step.mask for mask, step in zip(masks, steps, strict=False)),
+        routes=len(rows),
+        routes_differing=_rows_differing(rows, chosen),
+    )
+
+
+def _told(answer: LabelledAnswer, span: PolicySpan) -> list[tuple[float, ...]]:
+    """Of each token its log-probability, and the raw one where that was told."""
+    kinds = (answer.logprobs, answer.raw_logprobs) if answer.raw_logprobs else (answer.logprobs,)
+    return list(zip(*(kind[span.start : span.end] for kind in kinds), strict=True))
+
+
+def _made(answer: LabelledAnswer, steps: Sequence[TokenStep]) -> list[tuple[float, ...]]:
+    """The same, as made again: a token without a raw one has a NaN there, which differs from everything."""
+    if not answer.raw_logprobs:
+        return [(step.logprob,) for step in steps]
+    return [(step.logprob, math.nan if step.raw_logprob is None else step.raw_logprob) for step in steps]
+
+
+def _gaps(tokens: Iterable[tuple[Sequence[float], Sequence[float]]]) -> Iterator[float]:
+    return (abs(left - right) for told, made in tokens for left, right in zip(told, made, strict=True))
+
+
+def _rows_differing(rows: Sequence[bytes], chosen: bytes) -> int:
+    if not rows:
+        return 0
+    width = len(rows[0])
+    again = [chosen[start : start + width] for start in range(0, len(chosen), width)]
+    return len(rows) if len(again) != len(rows) else sum(map(ne, rows, again))
 
 
 def touching(answers: Iterable[LabelledAnswer], version: Version) -> list[LabelledAnswer]:

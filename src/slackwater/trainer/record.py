@@ -22,6 +22,20 @@ class AnswerRecord(msgspec.Struct, frozen=True):
     prompt_version: int | None = None
     replicas: list[tuple[str, str, int, int]] = []
     """``[replica, boot, start, end)`` over the tokens; empty where not told."""
+    top_p: float = 1.0
+    """What the tokens were drawn with, at temperature 1."""
+    raw_logprobs: list[float] = []
+    """Of the raw logits; empty where not told."""
+    masks: list[list[int]] = []
+    """The ids that each token was drawn from, rising; empty where not told, as for a token that has too many."""
+    routes: list[bytes] = []
+    """Experts of the positions, one row each, as `slackwater.rollout.routes.Routing` lays them out; base64 in JSON.
+    Empty where not told."""
+
+    @property
+    def rows(self) -> int:
+        """Positions that went through the model: all but the last token's."""
+        return len(self.prompt_ids) + len(self.token_ids) - 1 if self.token_ids else 0
 
 
 def encode_record(record: AnswerRecord) -> str:

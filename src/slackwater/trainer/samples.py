@@ -8,13 +8,31 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from slackwater.api.engine_data import PROVISIONAL, EngineData
+from slackwater.api.engine_data import PROVISIONAL, EngineData, Masks
+from slackwater.api.engine_data import Logprobs as TokenLogprobs
+from slackwater.api.routed import RoutedExperts
 from slackwater.errors import CorruptError, UnsupportedError
 from slackwater.ids import BootId, ReplicaId, RunId, Version
 from slackwater.rollout.evidence import Finish, PolicySpan, ReplicaSpan
+from slackwater.trainer.routes import Routes, read_routes
 
 Logprobs = npt.NDArray[np.float32]
 """Natural logs, one per completion token."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SamplingMask:
+    """The tokens that each draw was made from, as the sampler had them, in compressed rows. Read-only."""
+
+    indptr: npt.NDArray[np.int64]
+    """Of shape [tokens + 1]: row ``i`` is ``ids[indptr[i]:indptr[i + 1]]``."""
+    ids: npt.NDArray[np.int32]
+    """Rising within a row."""
+
+    def row(self, token: int) -> npt.NDArray[np.int32] | None:
+        """The support of one token; None where it was too wide to be told."""
+        ids = self.ids[self.indptr[token] : self.indptr[token + 1]]
+        return ids if len(ids) else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -44,6 +62,12 @@ class Sample:
     Empty where the server doesn't say, as older ones don't, and where the answer has no token."""
     replicas: tuple[ReplicaSpan, ...] = ()
     """Which replica sampled which tokens: several where one was lost and others went on. Empty as ``kv``."""
+    raw_logprobs: Logprobs | None = None
+    """Of the model's raw logits. None where they weren't asked for, or the replica doesn't give them."""
+    sampling_mask: SamplingMask | None = None
+    """Likewise."""
+    routes: Routes | None = None
+    """Likewise: which experts processed which positions of prompt and completion."""
     provisional: bool = False
     """The bits of some token's version had not been compared with its manifest yet."""
     cached_tokens: int = 0
@@ -109,12 +133,14 @@ def _sample(choice: _Choice, prompt_ids: tuple[int, ...]) -> Sample:
     data = choice.engine_data
     if choice.token_ids is None or data is None:
         raise UnsupportedError("a choice has no token_ids or no engine_data", hint=_HINT)
-    logprobs = np.array(data.logprobs.values.values(), dtype=np.float32)
-    logprobs.flags.writeable = False
+    logprobs = _floats(data.logprobs)
+    raws = None if data.raw_logprobs is None else _floats(data.raw_logprobs)
     policy, kv = _spans(data.policy), _spans(data.kv or ())
     _check(choice.token_ids, data, len(logprobs), policy)
     if data.kv is not None and not _covers(kv, _rows(prompt_ids, choice.token_ids)):
         raise CorruptError("a choice's KV spans don't cover its prompt and tokens")
+    if raws is not None and len(raws) != len(choice.token_ids):
+        raise CorruptError(f"a choice has {len(choice.token_ids)} tokens and {len(raws)} raw log-probabilities")
     replicas = _replicas(data, len(choice.token_ids))
     text = choice.message.content if choice.message else choice.text
     return Sample(
@@ -131,9 +157,38 @@ def _sample(choice: _Choice, prompt_ids: tuple[int, ...]) -> Sample:
         prompt_version=data.prompt_version,
         kv=kv,
         replicas=replicas,
+        raw_logprobs=raws,
+        sampling_mask=None if data.sampling_mask is None else _mask(data.sampling_mask, len(choice.token_ids)),
+        routes=None if data.routed_experts is None else _routes(data.routed_experts, prompt_ids, choice.token_ids),
         provisional=data.status.get("policy") == PROVISIONAL,
         cached_tokens=data.cached_tokens,
     )
+
+
+def _floats(told: TokenLogprobs) -> Logprobs:
+    values = np.array(told.values.values(), dtype=np.float32)
+    values.flags.writeable = False
+    return values
+
+
+def _mask(told: Masks, num_tokens: int) -> SamplingMask:
+    indptr = np.array(told.indptr.values(), dtype=np.int64)
+    ids = np.frombuffer(told.indices.raw(), dtype="<i4")
+    whole = told.indices.dtype == "int32" and len(indptr) == num_tokens + 1
+    if not whole or indptr[0] != 0 or indptr[-1] != len(ids) or np.any(indptr[1:] < indptr[:-1]):
+        raise CorruptError(f"a choice's sampling mask doesn't fit its {num_tokens} tokens")
+    indptr.flags.writeable = False
+    return SamplingMask(indptr=indptr, ids=ids)
+
+
+def _routes(told: RoutedExperts, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> Routes:
+    routes = read_routes(told)
+    end = told.start + told.shape[0] + sum(high - low for low, high in told.missing)
+    # Without a token the whole prompt was read, or nothing was.
+    ends = (_rows(prompt_ids, token_ids),) if token_ids else (told.start, len(prompt_ids))
+    if end not in ends:
+        raise CorruptError(f"a choice's routes end before position {end}, and not before {ends[-1]}")
+    return routes
 
 
 def _spans(plain: Sequence[tuple[Version, int, int]]) -> tuple[PolicySpan, ...]:

@@ -14,6 +14,7 @@ from slackwater.ids import RunId, run_id
 REPLICAS = ("replica-0", "replica-1")
 _WINDOW = "256"
 """Tokens: prompts and answers of the demo are short, and memory is a laptop's."""
+_TOY_WINDOW = "64"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +26,8 @@ class DemoSettings:
     """None: a directory below ``out``."""
     out: Path
     seed: int
+    toy: bool
+    """A tiny random model instead of a real one: nothing is downloaded, and masks and routes are used."""
     plain: bool
     """Lines instead of a live view, as where the output is no terminal."""
 
@@ -73,7 +76,8 @@ def assemble(settings: DemoSettings) -> Cast:
     bucket = settings.bucket or str(out / "work" / "bucket")
     urls = {name: f"http://127.0.0.1:{free_port()}" for name in ("gateway", *REPLICAS)}
     keys = {INFERENCE_KEY: secrets.token_urlsafe(24), CONTROL_KEY: secrets.token_urlsafe(24)}
-    model = str(user_cache_path("slackwater") / "models" / "smollm2-135m-instruct")
+    window = _TOY_WINDOW if settings.toy else _WINDOW
+    model = str(_model_folder(settings, out))
 
     def child(name: str, *arguments: str, threads: int = 1) -> Child:
         return Child(
@@ -88,7 +92,8 @@ def assemble(settings: DemoSettings) -> Cast:
 
     record = str(out / "rollouts.jsonl")
     fleet = [part for name in REPLICAS for part in ("--replica", f"{name}={urls[name]}")]
-    trainer = ("train", "--gateway", urls["gateway"], "--model-folder", model, "--record", record)
+    toy = ("--toy",) if settings.toy else ()
+    trainer = ("train", "--gateway", urls["gateway"], "--model-folder", model, "--record", record, *toy)
     return Cast(
         run=run,
         bucket=bucket,
@@ -100,18 +105,23 @@ def assemble(settings: DemoSettings) -> Cast:
         replicas=tuple(
             child(
                 name, "replica", "--batch-invariant", "--name", name, "--port", port(name),
-                "--cache", str(out / "work" / "cache" / name), "--window", _WINDOW,
+                "--cache", str(out / "work" / "cache" / name), "--window", window,
             )
             for name in REPLICAS
         ),
         checkers=tuple(
             child(
                 f"check-{name}", "replay", record, "--replica", name,
-                "--cache", str(out / "work" / "cache" / name), "--window", _WINDOW,
+                "--cache", str(out / "work" / "cache" / name), "--window", window,
             )
             for name in REPLICAS
         ),
     )  # fmt: skip
+
+
+def _model_folder(settings: DemoSettings, out: Path) -> Path:
+    """The toy is made anew, of the seed; the real one is kept."""
+    return out / "work" / "toy" if settings.toy else user_cache_path("slackwater") / "models" / "smollm2-135m-instruct"
 
 
 def thread_environment(threads: int) -> dict[str, str]:

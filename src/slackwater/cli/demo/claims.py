@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from slackwater.cli.demo.events import PublishedEvent, StepEvent
+from slackwater.cli.demo.evidence import evidence_claims, evidence_failures
 from slackwater.errors import InternalError
 from slackwater.trainer.align import LabelCheck
 from slackwater.trainer.record import AnswerRecord
@@ -37,7 +38,8 @@ class Record:
     restarts: int
     """Replica processes that ended and were started again."""
     wall_s: float
-    settings: dict[str, object] = field(default_factory=dict[str, object])
+    evidence: bool = False
+    """The trainer asked for masks and routes."""
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -65,6 +67,7 @@ def claims(record: Record) -> dict[str, float]:
     versions = {version for answer in record.answers for version, _, _ in answer.policy}
     pauses = [swap.pause_s * 1e3 for swap in record.swaps]
     kls = [step.mismatch_kl for step in record.steps if step.num_tokens]
+    evidence = evidence_claims(record.answers, record.labels) if record.evidence else {}
     return {
         "reward_gain": reward_gain([step.reward for step in record.steps]),
         "versions_served": len(versions),
@@ -83,6 +86,7 @@ def claims(record: Record) -> dict[str, float]:
         "answers_across_a_swap": sum(len(answer.policy) > 1 for answer in record.answers),
         "answers_unchecked": record.labels.unchecked,
         "replica_restarts": record.restarts,
+        **evidence,
     }
 
 
@@ -98,4 +102,5 @@ def failures(figures: dict[str, float]) -> list[str]:
         (figures["aborted_requests"] == 0, "requests were aborted"),
         (figures["byte_exact"] == 1, "a replica's weights differ from the trainer's last published state"),
     )
-    return [sentence for holds, sentence in checks if not holds]
+    evidence = evidence_failures(figures) if "routes_rows_missing" in figures else []
+    return [sentence for holds, sentence in checks if not holds] + evidence

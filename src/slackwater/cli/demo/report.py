@@ -35,7 +35,7 @@ def write_report(record: Record, path: Path) -> None:
 
 def _reward(axis: Any, record: Record) -> None:
     axis.plot([step.step for step in record.steps], [step.reward for step in record.steps], "o-", color="#1a7f5a")
-    axis.set(title="Reward", xlabel="step", ylabel="share of digits", ylim=(-0.03, 1.05))
+    axis.set(title="Reward", xlabel="step", ylabel="mean of a step", ylim=(-0.03, 1.05))
     axis.grid(alpha=0.3)
 
 

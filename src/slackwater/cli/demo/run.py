@@ -172,7 +172,7 @@ class _Demo:
 
     def _enter(self, phase: Phase) -> None:
         names = {
-            "model": "making the model's folder (once; it is kept)",
+            "model": "making the model's folder",
             "ready": "loading",
             "training": "training",
             "done": "trained",
@@ -242,6 +242,7 @@ class _Demo:
             byte_exact=byte_exact,
             restarts=self.progress.restarts,
             wall_s=seconds_since_start(),
+            evidence=self.settings.toy,
         )
         await asyncio.to_thread(write_report, record, self.cast.report)
         return replace(record, wall_s=seconds_since_start())

@@ -10,15 +10,15 @@ import torch
 from slackwater.api.auth import Keys
 from slackwater.bucket.open import open_bucket
 from slackwater.cli.demo.events import Event, Phase, PublishedEvent, StepEvent, encode
+from slackwater.cli.demo.recipes import Recipe, digits_recipe, toy_recipe
 from slackwater.clock import SystemClock
 from slackwater.ids import RunId
 from slackwater.publish.publisher import Published, Publisher
 from slackwater.trainer.client import RolloutClient
-from slackwater.trainer.recipes import digits
-from slackwater.trainer.recipes.grpo import GrpoConfig, Policy
-from slackwater.trainer.recipes.loop import Loop, LoopConfig, StepReport, Task
-from slackwater.trainer.recipes.smollm2 import ensure_model
+from slackwater.trainer.recipes.grpo import Policy
+from slackwater.trainer.recipes.loop import Loop, StepReport
 from slackwater.trainer.record import AnswerRecord, encode_record
+from slackwater.trainer.samples import Sample
 
 MODEL_NAME = "policy"
 """The name under which the demo's fleet serves."""
@@ -33,12 +33,18 @@ class TrainSettings:
     gateway: str
     """Base URL."""
     model_folder: Path
-    """Made from the package's model file where it is absent."""
+    """Made where it is absent."""
     record: Path
     """Answers are appended there, one JSON object a line."""
     steps: int
     seed: int
     threads: int
+    toy: bool
+
+    @property
+    def recipe(self) -> Recipe:
+        """What to train."""
+        return (toy_recipe if self.toy else digits_recipe)(self.steps, self.seed)
 
 
 def tell(event: Event) -> None:
@@ -50,23 +56,24 @@ def tell(event: Event) -> None:
 async def run_trainer(settings: TrainSettings, keys: Keys) -> None:
     """Train, from the model's folder to the last publication."""
     torch.set_num_threads(settings.threads)
+    recipe = settings.recipe
     tell(Phase(name="model"))
-    folder = ensure_model(settings.model_folder)
+    folder = recipe.make_model(settings.model_folder)
     tell(Phase(name="ready"))
-    policy = Policy(folder, GrpoConfig())
+    policy = Policy(folder, recipe.grpo)
     publisher = Publisher.open(open_bucket(settings.bucket, create=True), settings.run, threads=settings.threads)
     with publisher, settings.record.open("w", encoding="utf-8") as record:
         async with RolloutClient(settings.gateway, keys.inference, model=MODEL_NAME) as client:
             loop = Loop(
-                config=LoopConfig(steps=settings.steps, seed=settings.seed),
-                task=Task(draw=digits.draw, reward=digits.reward),
+                config=recipe.loop,
+                task=recipe.task,
                 policy=policy,
                 publisher=publisher,
                 client=client,
                 folder=folder,
                 clock=SystemClock(),
                 on_publish=lambda published: tell(_published(published)),
-                on_step=lambda report: _on_step(report, record),
+                on_step=lambda report: _on_step(report, record, top_p=recipe.loop.sampling.top_p or 1.0),
             )
             tell(Phase(name="training"))
             await loop.run()
@@ -85,8 +92,8 @@ def _published(item: Published) -> PublishedEvent:
     )
 
 
-def _on_step(report: StepReport, record: TextIO) -> None:
-    record.writelines(encode_record(line) + "\n" for line in _records(report))
+def _on_step(report: StepReport, record: TextIO, *, top_p: float) -> None:
+    record.writelines(encode_record(line) + "\n" for line in _records(report, top_p))
     record.flush()
     tell(
         StepEvent(
@@ -102,21 +109,31 @@ def _on_step(report: StepReport, record: TextIO) -> None:
     )
 
 
-def _records(report: StepReport) -> list[AnswerRecord]:
+def _records(report: StepReport, top_p: float) -> list[AnswerRecord]:
     return [
-        AnswerRecord(
-            prompt_ids=list(sample.prompt_ids),
-            token_ids=list(sample.token_ids),
-            logprobs=[float(value) for value in sample.logprobs],
-            policy=[(span.version, span.start, span.end) for span in sample.policy],
-            replica=sample.replica,
-            finish=sample.finish,
-            reward=reward,
-            text=sample.text,
-            kv=[(span.version, span.start, span.end) for span in sample.kv],
-            prompt_version=sample.prompt_version,
-            replicas=[(span.replica, span.boot, span.start, span.end) for span in sample.replicas],
-        )
+        _record(sample, reward, top_p)
         for group, rewards in zip(report.groups, report.rewards, strict=True)
         for sample, reward in zip(group, rewards, strict=True)
     ]
+
+
+def _record(sample: Sample, reward: float, top_p: float) -> AnswerRecord:
+    mask, routes = sample.sampling_mask, sample.routes
+    supports = [] if mask is None else [mask.row(token) for token in range(len(sample.token_ids))]
+    return AnswerRecord(
+        prompt_ids=list(sample.prompt_ids),
+        token_ids=list(sample.token_ids),
+        logprobs=[float(value) for value in sample.logprobs],
+        policy=[(span.version, span.start, span.end) for span in sample.policy],
+        replica=sample.replica,
+        finish=sample.finish,
+        reward=reward,
+        text=sample.text,
+        kv=[(span.version, span.start, span.end) for span in sample.kv],
+        prompt_version=sample.prompt_version,
+        replicas=[(span.replica, span.boot, span.start, span.end) for span in sample.replicas],
+        top_p=top_p,
+        raw_logprobs=[] if sample.raw_logprobs is None else [float(value) for value in sample.raw_logprobs],
+        masks=[[] if ids is None else ids.tolist() for ids in supports],
+        routes=[] if routes is None else [row.tobytes() for row in routes.experts],
+    )

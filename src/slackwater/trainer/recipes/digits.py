@@ -3,6 +3,8 @@
 import random
 from typing import Final
 
+from slackwater.trainer.samples import Sample
+
 QUESTIONS: Final = (
     "Tell me about numbers.",
     "What is your favourite number?",
@@ -20,9 +22,9 @@ QUESTIONS: Final = (
 _SYSTEM: Final = "You answer."
 
 
-def reward(text: str) -> float:
-    """Share of digits among the letters and digits of an answer, 0 to 1; 0 where there are none."""
-    signs = [sign for sign in text if sign.isalnum()]
+def reward(sample: Sample) -> float:
+    """Share of digits among the letters and digits of an answer's text, 0 to 1; 0 where there are none."""
+    signs = [sign for sign in sample.text if sign.isalnum()]
     return sum(sign.isdigit() for sign in signs) / max(len(signs), 1)
 
 

@@ -2,7 +2,8 @@
 
 Group-relative advantages and the clipped ratio are those of DeepSeekMath (arXiv 2402.03300), without a KL penalty;
 the denominator of the ratio is the fleet's behaviour log-probability, token by token, so answers that crossed a swap
-are weighed by the policies that really made them.
+are weighed by the policies that really made them. Where answers tell what their tokens were drawn from, or which
+experts they went to, the trainer's log-probabilities are of the same softmax and by the same experts.
 """
 
 import math
@@ -15,7 +16,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slackwater.trainer.recipes.packing import Batch, pack
+from slackwater.trainer.recipes.replay import replaying
+from slackwater.trainer.recipes.support import kept_logprobs
 from slackwater.trainer.samples import Sample
+from slackwater.weights.source import FolderSource
+from slackwater.weights.views import stored_views
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,14 +83,17 @@ class Policy:
             folder, dtype=torch.bfloat16, attn_implementation="sdpa", local_files_only=True
         ).train()
         self._live: dict[str, torch.nn.Parameter] = dict(self._model.named_parameters())
+        self._stored = stored_views(self._model, FolderSource(folder).specs())
         self._masters = {name: value.detach().float() for name, value in self._live.items()}
         self._optimizer = torch.optim.AdamW(
             list(self._masters.values()), lr=config.lr, betas=config.betas, weight_decay=0.0, fused=True
         )
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The weights that the forward pass runs on, bf16: what to publish. Views, valid until the next update."""
-        return {name: value.detach() for name, value in self._live.items()}
+        """The weights that the forward pass runs on, bf16, by the folder's names: what to publish. Views, valid until
+        the next update.
+        """
+        return dict(self._stored)
 
     def update(self, groups: Sequence[Sequence[Sample]], rewards: Sequence[Sequence[float]]) -> UpdateReport:
         """Take one step on groups of answers. Groups whose answers all earned the same are skipped."""
@@ -108,14 +116,15 @@ class Policy:
 
     def logprobs(self, batch: Batch) -> torch.Tensor:
         """float32 [N]: log-probabilities of the batch's tokens under the current weights, at temperature 1."""
-        hidden = self._model.model(
-            input_ids=batch.input_ids,
-            position_ids=batch.positions,
-            attention_mask=batch.mask,
-            use_cache=False,
-        ).last_hidden_state
+        with replaying(self._model, batch.routes):
+            hidden = self._model.model(
+                input_ids=batch.input_ids,
+                position_ids=batch.positions,
+                attention_mask=batch.mask,
+                use_cache=False,
+            ).last_hidden_state
         logits = self._model.lm_head(hidden[batch.rows, batch.columns]).float()
-        return torch.log_softmax(logits, -1).gather(1, batch.targets[:, None]).squeeze(1)
+        return kept_logprobs(logits, batch.targets, batch.support)
 
     def _step(self) -> float:
         for name, master in self._masters.items():

@@ -8,8 +8,8 @@ so they begin under version k and cross the swap: nobody waits for anybody. Who 
 
 import asyncio
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +23,8 @@ from slackwater.trainer.samples import Sample
 from slackwater.weights.state_dict import StateDictSource
 
 Messages = list[dict[str, str]]
+Prompt = Messages | tuple[int, ...]
+"""A conversation, or token ids."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,9 +32,10 @@ class LoopConfig:
     """Shape of the run."""
 
     steps: int
-    prompts_per_step: int = 4
-    samples_per_prompt: int = 8
-    max_tokens: int = 20
+    prompts_per_step: int
+    samples_per_prompt: int
+    sampling: RolloutSampling
+    """Of every answer, but for its seed. The temperature is 1: the trainer knows no other."""
     seed: int = 0
     """Of prompts and of sampling."""
 
@@ -41,10 +44,10 @@ class LoopConfig:
 class Task:
     """What is to be learned."""
 
-    draw: Callable[[random.Random, int], list[Messages]]
+    draw: Callable[[random.Random, int], Sequence[Prompt]]
     """Prompts of one step."""
-    reward: Callable[[str], float]
-    """Of one answer's text, 0 to 1."""
+    reward: Callable[[Sample], float]
+    """Of one answer, 0 to 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +105,7 @@ class Loop:
         began = self.clock.monotonic()
         groups = await answers
         rolled = self.clock.monotonic()
-        rewards = [[self.task.reward(sample.text) for sample in group] for group in groups]
+        rewards = [[self.task.reward(sample) for sample in group] for group in groups]
         update = await asyncio.to_thread(self.policy.update, groups, rewards)
         updated = self.clock.monotonic()
         published = await self._publish(step=step + 1)
@@ -133,20 +136,17 @@ class Loop:
         config = self.config
         prompts = self.task.draw(random.Random(f"{config.seed}/{step}"), config.prompts_per_step)  # noqa: S311
         return await asyncio.gather(
-            *(self._group(messages, step, index, at_least) for index, messages in enumerate(prompts))
+            *(self._group(prompt, step, index, at_least) for index, prompt in enumerate(prompts))
         )
 
-    async def _group(self, messages: Messages, step: int, index: int, at_least: Version) -> list[Sample]:
-        return await self.client.chat(
-            messages,
-            n=self.config.samples_per_prompt,
-            sampling=RolloutSampling(
-                max_tokens=self.config.max_tokens,
-                temperature=1.0,
-                seed=(self.config.seed * 1_000_003 + step * 1_009 + index) * 64,
-            ),
-            policy=PolicyConstraint(min_version=at_least),
-        )
+    async def _group(self, prompt: Prompt, step: int, index: int, at_least: Version) -> list[Sample]:
+        count = self.config.samples_per_prompt
+        seed = (self.config.seed * 1_000_003 + step * 1_009 + index) * 64
+        sampling = replace(self.config.sampling, seed=seed)
+        policy = PolicyConstraint(min_version=at_least)
+        if isinstance(prompt, tuple):
+            return await self.client.complete(prompt, n=count, sampling=sampling, policy=policy)
+        return await self.client.chat(prompt, n=count, sampling=sampling, policy=policy)
 
 
 async def _nothing() -> list[list[Sample]]:
