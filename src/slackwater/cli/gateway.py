@@ -68,29 +68,34 @@ async def run_gateway(settings: GatewaySettings, keys: Keys, ending: Ending) -> 
             probe_interval_s=settings.probe_s,
             head=conductor.newest,
         )
-
-        @asynccontextmanager
-        async def conducting(app: Starlette) -> AsyncGenerator[None]:
-            del app
-            await conductor.start()
-            yield
-            await conductor.close()
-
-        app = create_gateway(
-            router,
-            tokenizer,
-            keys,
-            model_name=settings.model,
-            extra_routes=[*hotload_routes(conductor), *fireworks_routes(conductor), *coreweave_routes(conductor)],
-            lifespan=conducting,
-            capacity=Capacity(
-                places=settings.max_requests,
-                at_once=settings.max_requests,
-                prompt_tokens=settings.max_prompt_tokens,
-            ),
-        )
-        app.add_middleware(AccountKey)
+        app = _app(router, conductor, tokenizer, settings, keys)
         await Server(app, taken).run_until(ending)
+
+
+def _app(
+    router: Router, conductor: Conductor, tokenizer: ChatTokenizer, settings: GatewaySettings, keys: Keys
+) -> Starlette:
+    """The API and the fronts of the hot-load; the conductor runs as long as it does."""
+
+    @asynccontextmanager
+    async def conducting(app: Starlette) -> AsyncGenerator[None]:
+        del app
+        await conductor.start()
+        yield
+        await conductor.close()
+
+    most = settings.max_requests
+    app = create_gateway(
+        router,
+        tokenizer,
+        keys,
+        model_name=settings.model,
+        extra_routes=[*hotload_routes(conductor), *fireworks_routes(conductor), *coreweave_routes(conductor)],
+        lifespan=conducting,
+        capacity=Capacity(places=most, at_once=most, prompt_tokens=settings.max_prompt_tokens),
+    )
+    app.add_middleware(AccountKey)
+    return app
 
 
 def _limits(settings: GatewaySettings) -> ConductorLimits:
