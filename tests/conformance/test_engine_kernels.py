@@ -199,3 +199,22 @@ def test_attention_is_right_and_the_same_in_any_pieces(
     assert (whole[:90].float() - truth).abs().max() <= truth.abs().max() * BF16
     assert torch.equal(torch.cat(made), whole[:90])
     assert torch.equal(whole[89], whole[90])
+
+
+@with_tiles
+def test_no_number_of_a_later_token_reaches_an_earlier_one() -> None:
+    team, nan = Team(1), torch.nan
+    rows = TileRows(model_of(4, 4, 32), slots=1, window=96, team=team)
+    query, key, value = numbers(1, 4, 70, 32), numbers(1, 4, 70, 32, seed=1), numbers(1, 4, 70, 32, seed=2)
+    rows.aim(Batch.of([Piece(slot=0, start=0, tokens=[0] * 70)]))
+    rows.put(0, key, value)
+    sound = rows.attend(0, query, 0.2)[0]
+    for place in (33, 45, 69):
+        for spoilt in ((key.clone(), value), (key, value.clone())):
+            (spoilt[0] if spoilt[1] is value else spoilt[1])[0, 2, place, 5] = nan
+            rows.put(0, *spoilt)
+            made = rows.attend(0, query, 0.2)[0]
+            assert torch.equal(made[:place], sound[:place])
+            assert made[place:, 2, 5].isnan().all()
+            assert torch.equal(made[place:, :2], sound[place:, :2])
+    team.close()

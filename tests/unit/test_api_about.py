@@ -85,6 +85,13 @@ async def test_every_bound_is_told_by_its_name(at: Site) -> None:
         assert (await at.post("/v1/completions", {**prompt, field: limits[bound] + 1}))[0] == 400
 
 
+async def test_what_a_server_has_and_takes_on_is_told(at: Site) -> None:
+    _, told = await get(at, "/v1/capabilities")
+    assert set(told["routes"]) == INFERENCE_PATHS - (set() if at.router else {"/v1/replicas"})
+    assert {"places", "slots", "max_waiting", "max_request_id", "max_seed", "max_line_bytes"} <= set(told["limits"])
+    assert not {"extra_args", "allowed_token_ids", "logits_processors"} & set(told["vllm_sampling_params"])
+
+
 async def test_fields_that_are_told_are_taken_and_others_refused(at: Site) -> None:
     _, told = await get(at, "/v1/capabilities")
     assert set(told["sampling"]) == set(SamplingSpec.__slots__)

@@ -112,12 +112,25 @@ async def test_every_failure_has_the_envelope(session: aiohttp.ClientSession) ->
     for method, path, body, status in (
         ("GET", "/no/such", b"", 404),
         ("PUT", "/control/v1/target", b"", 405),
-        ("POST", "/control/v1/target", b"x" * 11, 400),
+        ("POST", "/control/v1/target", b"x" * 11, 413),
         ("GET", "/control/v1/broken", b"", 500),
     ):
         async with session.request(method, path, data=body, headers=headers) as reply:
             assert reply.status == status
             assert (await reply.json())["error"]["message"]
+
+
+async def test_another_method_is_told_which_there_are(session: aiohttp.ClientSession) -> None:
+    async with session.get("/v1/chat/completions", headers=bearer(KEYS.inference)) as reply:
+        error = (await reply.json())["error"]
+        assert (reply.status, reply.headers["Allow"], error["code"]) == (405, "POST", "invalid_input")
+    assert error["message"] == "/v1/chat/completions doesn't answer GET (allowed: POST)"
+
+
+async def test_a_body_past_the_limit_is_told_the_limit(session: aiohttp.ClientSession) -> None:
+    async with session.post("/control/v1/target", data=b"x" * 11, headers=bearer(KEYS.control)) as reply:
+        assert (reply.status, (await reply.json())["error"]["code"]) == (413, "invalid_input")
+        assert "longer than 10 bytes" in (await reply.json())["error"]["message"]
 
 
 async def test_a8_14_a_browser_gets_nothing_from_another_origin(session: aiohttp.ClientSession) -> None:

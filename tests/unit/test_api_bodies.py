@@ -1,16 +1,19 @@
 """Bodies: bounds first, names in every refusal, defaults as documented."""
 
 import json
+from collections.abc import Callable
 from contextlib import suppress
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from slackwater.api.asking import DEFAULT_MAX_TOKENS, chat_wanted, requests, text_wanted
 from slackwater.api.faults import STATUS, Fault, fault, rebuild
-from slackwater.api.schema import TextBody, read_chat, read_text
+from slackwater.api.schema import Sampled, TextBody, read_chat, read_text
 from slackwater.errors import InvalidInputError, PolicyUnmetError, SlackwaterError, UnsupportedError
+from slackwater.ids import Version
 from slackwater.rollout.request import CompletionRequest, PolicyConstraint
 
 JSON = st.recursive(
@@ -114,7 +117,19 @@ def test_fields_that_ask_for_what_we_lack_are_refused_by_name(field: str, value:
     assert fault(refused.value).param == field
 
 
-def test_neutral_values_and_unknown_fields_pass() -> None:
+@pytest.mark.parametrize("read", [read_chat, read_text])
+@pytest.mark.parametrize(("field", "value"), [("temprature", 0.5), ("use_beam_search", True), ("eta_cutoff", 1e-3)])
+def test_a8_11_a_field_that_is_not_known_is_refused_by_its_name(
+    read: Callable[[bytes], Sampled], field: str, value: object
+) -> None:
+    shapes = {"messages": [{"role": "user", "content": "x"}]} if read is read_chat else {"prompt": "x"}
+    assert read(msgspec.json.encode({**shapes, "user": "me"}))
+    with pytest.raises(UnsupportedError, match=field) as refused:
+        read(msgspec.json.encode({**shapes, field: value}))
+    assert fault(refused.value).param == field
+
+
+def test_neutral_values_and_fields_without_effect_pass() -> None:
     fields: dict[str, object] = {
         "tools": [],
         "tool_choice": "auto",
@@ -125,7 +140,9 @@ def test_neutral_values_and_unknown_fields_pass() -> None:
         "echo": False,
         "suffix": None,
         "user": "me",
-        "from_the_future": {"a": [1]},
+        "metadata": {"a": "b"},
+        "skip_special_tokens": True,
+        "from_the_future": {},
     }
     assert len(ask(fields)) == 1
 
@@ -237,3 +254,42 @@ def test_every_error_comes_back_as_itself() -> None:
 def _error(kind: str) -> SlackwaterError:
 
     return rebuild(Fault(message="it broke (mend it)", type=kind, hint="mend it"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "hint"),
+    [
+        ({"temperature": "hot"}, "temperature", "send float or null"),
+        ({"policy": {"newest": 1}}, "policy", "leave it out; there are: min_version, exact_version, max_lag, kv"),
+        ({"policy": {"kv": "some"}}, "policy", "one of: any, same"),
+        ({"response_format": {"type": "xml"}}, "response_format", "one of: json_object, json_schema, text"),
+        ({"nvext": {"extra_fields": ["all"]}}, "nvext", "one of: engine_data, raw_logprobs, routed_experts"),
+        ({"forced_routes": {"dtype": "uint8", "shape": [1]}}, "forced_routes", "add data"),
+        ({"max_tokens": -1}, "max_tokens", "allowed: 0 to 1000000"),
+        ({"max_tokens": 0, "min_tokens": 1}, "max_tokens", "leave these out"),
+        ({"top_k": -2}, "top_k", "allowed: -1 to 1000000"),
+        ({"policy": {"max_lag": -1}}, "policy", "it counts from 0"),
+        ({"policy": {"max_lag": 1, "exact_version": 1}}, "policy", "leave one of them out"),
+        ({"policy": {"min_version": 3, "exact_version": 1}}, "policy", "no version can meet both: drop one"),
+    ],
+    ids=str,
+)
+def test_a8_11_what_is_wrong_is_named_with_what_to_send(fields: dict[str, object], param: str, hint: str) -> None:
+    with pytest.raises(InvalidInputError) as refused:
+        ask(fields)
+    assert (fault(refused.value).param, refused.value.hint[: len(hint)]) == (param, hint)
+
+
+def test_a_body_that_lacks_a_field_names_it() -> None:
+    with pytest.raises(InvalidInputError, match=r"^messages is wrong: .*add messages") as refused:
+        read_chat(b"{}")
+    assert fault(refused.value).param == "messages"
+    with pytest.raises(InvalidInputError, match=r"at messages\[0\].role .one of: assistant, developer, system"):
+        read_chat(b'{"messages": [{"role": "robot"}]}')
+
+
+def test_a_version_that_is_past_is_not_waited_for() -> None:
+    old, new = PolicyConstraint(exact_version=Version(3)), PolicyConstraint(min_version=Version(9))
+    assert "hot-load version 3" in old.way_out((Version(5), Version(7)))
+    for policy, held in ((old, (Version(2), Version(5))), (old, ()), (new, (Version(5),))):
+        assert policy.way_out(held) == "retry once the fleet has swapped"

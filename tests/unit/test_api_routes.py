@@ -25,6 +25,8 @@ PROMPT: Final = [5, 6, 7, 8, 9]
 TEXT: Final = "/v1/completions"
 VLLM: Final = "/inference/v1/generate"
 SGLANG: Final = "/generate"
+VLLM_START, SGLANG_START = "routed_experts_prompt_start", "routed_experts_start_len"
+NAMES = {VLLM: VLLM_START, SGLANG: "return_routed_experts", TEXT: "forced_routes"}
 
 
 class Forgetful(ScriptedRouter):
@@ -112,6 +114,7 @@ async def test_it_can_be_asked_for_in_dynamos_words(routed: Site) -> None:
 async def test_the_chunks_of_a_stream_join_to_the_whole_of_each_choice(routed: Site, path: str, start: int) -> None:
     sent: dict[str, Any] = body(n=3, max_tokens=6, **asking_for(start))
     if path != TEXT:
+        del sent["prompt"]
         sent |= {"messages": [{"role": "user", "content": "hi"}]}
     _, whole = await routed.post(path, sent)
     *chunks, _ = await routed.events(path, sent)
@@ -124,6 +127,18 @@ async def test_the_chunks_of_a_stream_join_to_the_whole_of_each_choice(routed: S
         assert [one["start"] for one in rows] == [start, *ends[:-1]]
         last = parts[-1]["engine_data"]
         assert (last["status"], "routed_experts" in last) == (choice["engine_data"]["status"], False)
+
+
+@pytest.mark.parametrize("start", [-1, 99])
+async def test_a8_11_a_start_past_the_prompt_is_named_as_the_caller_did(routed: Site, start: int) -> None:
+    for path, sent, name in (
+        (VLLM, {"token_ids": PROMPT, "sampling_params": {VLLM_START: start}}, VLLM_START),
+        (SGLANG, {"input_ids": PROMPT, "return_routed_experts": True, SGLANG_START: start}, SGLANG_START),
+        (TEXT, body(**asking_for(start)), "engine_data"),
+    ):
+        status, reply = await routed.post(path, sent)
+        assert (status, reply["error"]["param"]) == (400, name)
+        assert reply["error"]["message"].startswith(f"{name} is out of range")
 
 
 async def test_where_there_are_no_routers_the_status_says_so(at: Site) -> None:
@@ -140,6 +155,7 @@ async def test_where_there_are_no_routers_the_status_says_so(at: Site) -> None:
     ):
         status, refused = await at.post(path, sent)
         assert (status, refused["error"]["code"]) == (400, "unsupported"), path
+        assert refused["error"]["param"] == NAMES.get(path, "forced_routes")
     async with at.session.get("/v1/capabilities") as told:
         about = await told.json()
     assert (about["routing"], about["unsupported"]) == (None, ["routed_experts"])

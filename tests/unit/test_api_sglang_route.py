@@ -208,7 +208,7 @@ async def test_an_error_under_way_is_the_last_event_and_ends_the_batch(replica: 
 WRONG = (
     ({"text": "x"}, "text"),
     ({"input_ids": None}, "text"),
-    ({"input_ids": []}, "the"),
+    ({"input_ids": []}, "input_ids"),
     ({"input_ids": [1, [2]]}, "input_ids"),
     ({"input_ids": "x"}, "input_ids"),
     ({"input_ids": [[1]] * (MAX_BATCH + 1)}, "input_ids"),

@@ -75,6 +75,7 @@ def test_every_name_makes_one_grammar(fields: dict[str, object], grammar: Gramma
         ({"structured_outputs": {"regex": "a" * (MAX_GRAMMAR_CHARACTERS + 1)}}, "grammar"),
         ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs"),
         ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
         ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos"),
         ({"structured_outputs": {"regex": "a"}, "forced_token_ids": [1]}, "forced_token_ids"),
     ],
@@ -84,6 +85,15 @@ def test_what_makes_no_grammar_is_refused_by_name(fields: dict[str, object], par
     with pytest.raises(InvalidInputError) as refused:
         ask(fields)
     assert fault(refused.value).param == param
+
+
+def test_two_grammars_of_one_field_are_both_named() -> None:
+    with pytest.raises(InvalidInputError, match=r"^structured_outputs\.regex .* beside structured_outputs\.json"):
+        ask({"structured_outputs": {"regex": "a", "json": {}}})
+    with SGLANG.worded(), pytest.raises(InvalidInputError, match=r"^guided_regex .* beside guided_json"):
+        grammar_of(SGLANG.fields({"regex": "a", "json_schema": "{}"}))
+    with pytest.raises(InvalidInputError, match=r"^regex .* beside json_schema"), SGLANG.worded():
+        grammar_of(SGLANG.fields({"regex": "a", "json_schema": "{}"}))
 
 
 def grammar_of(fields: dict[str, object]) -> Grammar | None:
@@ -103,7 +113,7 @@ def test_the_dialects_of_vllm_and_sglang_say_the_same() -> None:
 
 @given(st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=8), min_size=1, max_size=4), st.data())
 def test_a_choice_matches_its_texts_and_nothing_else(choices: list[str], data: st.DataObject) -> None:
-    (grammar,) = StructuredOutputs(choice=tuple(choices)).grammars()
+    ((_, grammar),) = StructuredOutputs(choice=tuple(choices)).grammars()
     # Python's expressions write a code point as ``\U``, and escape what they needn't.
     pattern = re.sub(r"\\x\{([0-9a-f]+)\}", lambda found: rf"\U{found[1]:0>8}", grammar.source)
     for text in choices:

@@ -158,6 +158,7 @@ async def test_a_version_that_nobody_holds_is_refused_before_a_token(at: Site) -
 
 
 UNSUPPORTED = (
+    ({"priority": 1}, "priority"),
     ({"features": {"mm_hashes": {}}}, "features"),
     ({"kv_transfer_params": {"a": 1}}, "kv_transfer_params"),
     ({"return_token_logprobs": True}, "return_token_logprobs"),
@@ -172,6 +173,7 @@ async def test_what_is_not_done_is_refused_by_name(replica: Site, extra: dict[st
     status, reply = await replica.post(PATH, {"token_ids": PROMPT, **extra})
     assert (status, reply["error"]["code"]) == (400, "unsupported")
     assert reply["error"]["message"].startswith(f"{name} ")
+    assert reply["error"]["param"] == name
     assert not replica.table.requests
 
 

@@ -119,7 +119,14 @@ def test_a_trial_is_ended_by_its_limits_and_by_nothing_else(monkeypatch: pytest.
 def test_a_trial_says_what_is_wrong() -> None:
     assert grammar_trial.tried(regex("a+")) is None
     assert "unclosed group" in str(grammar_trial.tried(regex("(")))
+    told = str(grammar_trial.tried(Grammar(kind=GrammarKind.EBNF, source="begin: /a/")))
+    assert (told.count("is refused"), "a rule 'start:'" in told) == (1, True)
     assert "admits no answer" in str(grammar_trial.tried(Grammar(kind=GrammarKind.JSON_SCHEMA, source='{"$ref":"#"}')))
+
+
+@pytest.mark.parametrize("source", ["((a{100}){100}){100}", "q((a{100}){90}){90}"])
+def test_what_would_keep_an_engines_steps_or_fill_its_memory_is_refused(source: str) -> None:
+    assert "too complex" in str(grammar_trial.tried(regex(source)))
 
 
 async def test_verdicts_are_remembered_up_to_a_bound(

@@ -50,7 +50,7 @@ def test_a_version_is_admitted_that_is_not_too_far_behind(lag: int, low: int | N
 
 @pytest.mark.parametrize("fields", [{"max_lag": -1}, {"max_lag": 1, "exact_version": 3}])
 def test_what_has_no_meaning_is_refused(fields: dict[str, int]) -> None:
-    with pytest.raises(InvalidInputError, match=r"^policy is wrong: max_lag"):
+    with pytest.raises(InvalidInputError, match=r"^policy is .*: max_lag"):
         policy_constraint(msgspec.convert(fields, PolicyField))
 
 

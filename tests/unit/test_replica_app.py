@@ -39,9 +39,20 @@ async def test_health_is_open_and_follows_the_state(rig: Rig, client: Client) ->
         "version": 2,
         "in_flight": 0,
         "draining": False,
+        "reason": None,
         "window": 4096,
         "routing": None,
     }
+
+
+async def test_health_says_that_there_is_nothing_to_serve_yet(rig: Rig, client: Client) -> None:
+    starting = asyncio.create_task(rig.replica.start())
+    await rig.clock.parked()
+    assert (await client.get("/health")).json()["reason"] == "run demo has no version yet"
+    rig.publish()
+    await rig.clock.advance(1.0)
+    await starting
+    assert (await client.get("/health")).json()["reason"] is None
 
 
 async def test_control_needs_the_control_key(rig: Rig, client: Client) -> None:

@@ -51,16 +51,19 @@ async def test_a7_01_nothing_is_answered_before_the_target_is_reached(rig: Rig) 
     await answer.aclose()
 
 
-async def test_an_empty_lineage_is_waited_for(rig: Rig) -> None:
+async def test_an_empty_lineage_is_waited_for_and_told_of(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     starting = asyncio.create_task(rig.replica.start())
     await rig.clock.parked()
     await rig.clock.advance(1.0)
-    assert rig.replica.status().version is None
+    status = rig.replica.status()
+    assert (status.version, status.last_error and status.last_error.kind) == (None, "not_found")
     await rig.clock.parked()
     rig.publish()
     await rig.clock.advance(1.0)
     await starting
-    assert rig.replica.status().version == 0
+    assert (rig.replica.status().version, rig.replica.status().last_error) == (0, None)
+    said = [record.getMessage() for record in caplog.records if "no version yet" in record.getMessage()]
+    assert len(said) == 1, "once, however often it looks"
 
 
 @pytest.mark.parametrize("error", [NotFoundError("no such bucket"), AuthError("refused")])

@@ -20,14 +20,20 @@ def check_request(request: CompletionRequest, *, window: int, vocab_size: int, r
         raise ContextLengthError(
             f"the prompt's {length} tokens leave no room in the window of {window}", hint="send a shorter prompt"
         )
-    for ids in (request.prompt_ids, request.forced_ids, request.sampling.named_ids):
-        check_ids(ids, vocab_size)
+    check_ids("prompt", request.prompt_ids, vocab_size)
+    check_ids("forced_token_ids", request.forced_ids, vocab_size)
+    check_ids("logit_bias", request.sampling.named_ids, vocab_size)
     if request.forced_routes:
         _check_routes(request, routing)
 
 
-def check_ids(ids: Sequence[int], vocab_size: int) -> None:
+def check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
     """Refuse ids that no token has.
+
+    Args:
+        name: Of the field that has them.
+        ids: Of tokens.
+        vocab_size: How many ids there are.
 
     Raises:
         InvalidInputError: One is outside of the vocabulary.
@@ -35,7 +41,8 @@ def check_ids(ids: Sequence[int], vocab_size: int) -> None:
     bad = next((token for token in ids if not 0 <= token < vocab_size), None)
     if bad is not None:
         raise InvalidInputError(
-            f"token {bad} is outside of the vocabulary of {vocab_size}", hint="use this model's tokenizer"
+            f"{name} is out of range: token {bad} is outside of the vocabulary of {vocab_size}",
+            hint="use this model's tokenizer",
         )
 
 

@@ -250,7 +250,7 @@ class Core:
             self._waiting.append(row)
 
     def _force(self, row: Row, forced_ids: Sequence[int]) -> None:
-        check_ids(forced_ids, self._model.vocab_size)
+        check_ids("forced_token_ids", forced_ids, self._model.vocab_size)
         if len(row.forced) + len(forced_ids) > row.limit:
             raise InvalidInputError(
                 f"answer {row.key} would pass its {row.limit} tokens", hint="raise max_tokens or the window"
@@ -418,7 +418,8 @@ class Core:
     def _unmet(self, row: Row) -> Failed:
         self._drop(row)
         wanted = f"version {self._version} is in place, the request admits {row.request.policy}"
-        error = PolicyUnmetError(wanted, hint="retry later", versions=(self._version,))
+        held = (self._version,)
+        error = PolicyUnmetError(wanted, hint=row.request.policy.way_out(held), versions=held)
         return Failed(key=row.key, error=error)
 
     def _began(self, row: Row) -> Began:

@@ -18,7 +18,7 @@ LIMITS: Final = LLParserLimits(
     precompute_large_lexemes=False,
     verbose_errors=False,
 )
-"""What one matcher may use up. A step's share of it is a few milliseconds."""
+"""What one matcher may use up. `slackwater.engine.torch.grammar_trial` bounds what a step takes."""
 _BLANKS: Final = r"[\x20\x0A\x0D\x09]{1,20}"
 """Between the parts of a JSON value: indented values fit, and an answer can't be lost in blanks."""
 _SHOWN: Final = 200
@@ -42,7 +42,18 @@ def compiled(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
 def refused(grammar: Grammar, why: str) -> InvalidInputError:
     """The error that says so."""
     said = why.strip().partition("\n<")[0][:_SHOWN]
-    return InvalidInputError(f"grammar is refused: the {grammar.kind} can't be followed: {said}")
+    return InvalidInputError(f"grammar is refused: the {grammar.kind} can't be followed: {said}", hint=way_out(grammar))
+
+
+def way_out(grammar: Grammar) -> str:
+    """What to send instead of one that can't be followed."""
+    match grammar.kind:
+        case GrammarKind.JSON_SCHEMA:
+            return "send a JSON schema, in simpler terms where it asks for too much"
+        case GrammarKind.REGEX:
+            return "send a regular expression without look-around and back references"
+        case GrammarKind.EBNF:
+            return "send a grammar with a rule 'start:' in Lark's syntax, or with a rule 'root ::=' in GBNF"
 
 
 def _definition(grammar: Grammar) -> str:
@@ -55,6 +66,8 @@ def _definition(grammar: Grammar) -> str:
                 return LLMatcher.grammar_from_regex(grammar.source)
             case GrammarKind.EBNF:
                 return LLMatcher.grammar_from_lark(_lark(grammar))
+    except InvalidInputError:
+        raise
     except ValueError as error:
         raise refused(grammar, str(error)) from error
 

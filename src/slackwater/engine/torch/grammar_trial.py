@@ -7,13 +7,16 @@ that hold together. Nothing ends a thread; a process has limits that the system 
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
 
 import msgspec
+import numpy as np
 from llguidance import LLTokenizer, TokenizerWrapper
 
-from slackwater.engine.torch.grammar import compiled, refused
+from slackwater.engine.torch.grammar import compiled, refused, way_out
 from slackwater.errors import InternalError, InvalidInputError, UnavailableError
 from slackwater.rollout.grammar import Grammar
 
@@ -21,8 +24,13 @@ TRIAL_CPU_S: Final = 2
 """Seconds of a processor that compiling may take."""
 TRIAL_WALL_S: Final = 10.0
 """Seconds after which a trial is ended, however little of a processor it had."""
-TRIAL_BYTES: Final = 512 * 1024 * 1024
-"""Address space of a trial."""
+TRIAL_BYTES: Final = 96 * 1024 * 1024
+"""Memory that a trial may take for its grammar: each answer's own matcher takes as much."""
+STEP_CPU_S: Final = 0.05
+"""Seconds of a processor that a step may take: an engine's other answers wait for it."""
+_STEPS: Final = 64
+"""Steps of a trial."""
+_UNTOLD: Final = 512 * 1024 * 1024
 _NICE: Final = 10
 _BYTES: Final = 256
 _SHOWN: Final = 500
@@ -50,7 +58,7 @@ def tried(grammar: Grammar) -> InvalidInputError | None:
         raise InternalError(f"a grammar's trial failed: {done.stderr.decode(errors='replace')[-_SHOWN:]}")
     if done.returncode:  # a limit ended it
         return refused(grammar, _TOO_MUCH)
-    return InvalidInputError(told) if (told := done.stdout.decode()) else None
+    return InvalidInputError(told, hint=way_out(grammar)) if (told := done.stdout.decode()) else None
 
 
 def main() -> None:
@@ -72,15 +80,30 @@ def _limit() -> None:
 
     os.nice(_NICE)
     resource.setrlimit(resource.RLIMIT_CPU, (TRIAL_CPU_S, TRIAL_CPU_S))
-    resource.setrlimit(resource.RLIMIT_AS, (TRIAL_BYTES, TRIAL_BYTES))
+    most = _mapped() + TRIAL_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
+def _mapped() -> int:
+    """Address space of this process, as far as the system tells."""
+    told = Path("/proc/self/statm")
+    return int(told.read_text("ascii").split()[0]) * os.sysconf("SC_PAGE_SIZE") if told.is_file() else _UNTOLD
+
+
 def _begin(grammar: Grammar) -> None:
+    """Compile, and take the first steps of some answer."""
     matcher = compiled(grammar, LLTokenizer(TokenizerWrapper(_Bytes())))
-    first = matcher.compute_bitmask()[: _BYTES // 8]
-    if not (any(first) or matcher.is_accepting()):
-        raise refused(grammar, "it admits no answer")
+    for step in range(_STEPS):
+        begun = time.process_time()
+        allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")[:_BYTES]
+        if time.process_time() - begun > STEP_CPU_S:
+            raise refused(grammar, _TOO_MUCH)
+        if not allowed.any():
+            if not (step or matcher.is_accepting()):
+                raise refused(grammar, "it admits no answer")
+            return
+        matcher.consume_token(int(np.flatnonzero(allowed)[-1]))
 
 
 class _Bytes:

@@ -137,6 +137,7 @@ class Grammars:
 def _begun(matching: Matching, token_ids: Sequence[int]) -> Matching:
     if token_ids and not matching.take(token_ids):
         raise InvalidInputError("grammar doesn't admit the tokens that the answer has so far")
+    matching.allowed(())  # the first time is the longest one: not in a step
     return matching
 
 

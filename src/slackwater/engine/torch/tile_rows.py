@@ -1,6 +1,7 @@
 """Rows of keys and values as AMX's tiles want them, and attention over them."""
 
 import math
+from collections.abc import Iterator
 from typing import Any, Final
 
 import numpy as np
@@ -64,15 +65,19 @@ class TileRows:
     def aim(self, batch: Batch) -> None:
         """See `Rows.aim`."""
         begins = (0, *(end + 1 for end in batch.ends[:-1]))
-        stretches = [
-            (begin, min(self._most, end + 1 - begin))
-            for first, end in zip(begins, batch.ends, strict=True)
-            for begin in range(first, end + 1, self._most)
-        ]
+        pieces = zip(begins, batch.ends, strict=True)
+        stretches = [part for begin, end in pieces for part in self._cut(begin, end + 1, int(batch.places[begin]))]
         self._slots, self._places = batch.slots, batch.places
         self._stretches = np.array(stretches, dtype=np.int64)
         self._words[job.SLOTS], self._words[job.PLACES] = self._slots.ctypes.data, self._places.ctypes.data
         self._words[job.STRETCHES] = self._stretches.ctypes.data
+
+    def _cut(self, begin: int, end: int, place: int) -> Iterator[tuple[int, int]]:
+        """Tokens that follow each other, the first at ``place``, as stretches: first token and how many."""
+        while begin < end:
+            count = min(self._most, end - begin, job.BLOCK - place % job.BLOCK)
+            yield begin, count
+            begin, place = begin + count, place + count
 
     def close(self) -> None:
         """See `Rows.close`: the team is its owner's."""

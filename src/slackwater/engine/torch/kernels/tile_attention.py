@@ -1,7 +1,8 @@
 """Attention by AMX, over rows of bf16 that lie as its tiles want them.
 
 Tokens of a slot that follow each other share products: up to 16 rows, a row being a token's head, of those that share
-keys. Each row's sums have an order of their own, so nothing depends on who else is in the pass.
+keys. Each row's sums have an order of their own, so nothing depends on who else is in the pass. Positions of a stretch
+lie in one block of 32, whose values are copied where not every row may see all of them.
 
 The formula is that of `slackwater.engine.torch.kernels.attention`. Products of queries and keys are exact, their sums
 float32. Weights go into products as two bf16, the nearest and the nearest to what is left: 16 bits of precision.
@@ -29,6 +30,8 @@ from slackwater.engine.torch.kernels.bf16 import rounded
 ``[tokens, heads, size]``. ``SCALE``: bits of a float32.
 """
 WORDS = 21
+BLOCK = 32
+"""Positions that are mixed at once; those of a stretch lie in one."""
 
 
 def scratch_bytes(size: int, width: int) -> int:
@@ -109,17 +112,25 @@ def _weigh(scores: Any, count: int, most: Any, scale: Any, high: Any, low: Any) 
 
 
 @kernel
-def _end(values: int, size: int, begin: int, count: int, end: int) -> None:
-    """Copy the last 32 positions' values, those from the ``count``-th on being zeros: what is there isn't read."""
+def _end(values: int, size: int, begin: int, first: int, count: int, end: int) -> int:
+    """Copy the last 32 positions' values: zeros from the ``count``-th on, and for numbers that aren't finite from the
+    ``first``-th on, which not every row of a product may see.
+
+    Returns:
+        The first position of such a number; ``count`` where there is none. Rows that see it get no numbers.
+    """
     source, target = array_at(values + begin * size * 2, 32 * size, np.uint16), array_at(end, 32 * size, np.uint16)
-    whole = (count - begin) // 2 * 2 * size
+    whole = (first - begin) // 2 * 2 * size
     for at in range(whole):
         target[at] = source[at]
+    spoilt = count
     for at in range(whole, 32 * size):
-        target[at] = np.uint16(0)
-    if count % 2:
-        for at in range(whole, whole + 2 * size, 2):
-            target[at] = source[at]
+        place = begin + at // (2 * size) * 2 + at % 2
+        bits = source[at] if place < count else np.uint16(0)
+        if place >= first and bits & np.uint16(0x7F80) == np.uint16(0x7F80):
+            spoilt, bits = min(spoilt, place), np.uint16(0)
+        target[at] = bits
+    return spoilt
 
 
 @kernel
@@ -128,7 +139,7 @@ def _mix(
 ) -> None:
     """Weights by 64 dimensions of the values from ``first`` on: four tiles, one after another.
 
-    ``end`` stands for the last 32 positions; 0 where they are whole.
+    ``end`` stands for the last 32 positions; 0 where they are as all rows may see them.
     """
     tiles.zero(0)
     tiles.zero(1)
@@ -208,8 +219,11 @@ def _attend(address: int, number: int, thread: int) -> None:
     _gather(job, token, pair[1], head, query)
     _score(query, size, job[KEYS] + base, width, length, scores, stride)
     _soften(job, places, token, rows, group, scores, stride, weights, totals)
-    if count < length:
-        _end(job[VALUES] + base, size, length - 32, count, end)
+    if count < length or pair[1] > 1:
+        spoilt = _end(job[VALUES] + base, size, length - 32, places[token] + 1, count, end)
+        for row in range(rows):
+            if places[token + row // group] >= spoilt:
+                totals[row] = np.float32(np.nan)
     else:
         end = 0
     for first in range(0, size, 64):
