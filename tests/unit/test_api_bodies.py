@@ -127,6 +127,7 @@ def test_a8_11_a_field_that_is_not_known_is_refused_by_its_name(
     with pytest.raises(UnsupportedError, match=field) as refused:
         read(msgspec.json.encode({**shapes, field: value}))
     assert fault(refused.value).param == field
+    assert ("was temperature meant" in refused.value.hint) is (field == "temprature")
 
 
 def test_neutral_values_and_fields_without_effect_pass() -> None:

@@ -10,6 +10,7 @@ from typer.main import get_command
 from slackwater import errors
 from slackwater.cli.main import app
 from slackwater.clock import SystemClock
+from slackwater.engine.torch.architectures import MEMORY
 from slackwater.engine.torch.engine import TorchEngine
 from slackwater.ids import BootId, ReplicaId, RunId, Version
 from slackwater.publish.lineage import read_manifest
@@ -80,6 +81,13 @@ def test_every_goal_of_the_makefile_that_the_docs_name_exists() -> None:
 def test_decisions_are_numbered_without_gaps() -> None:
     numbers = sorted(int(path.name[:4]) for path in (ROOT / "docs" / "decisions").glob("*.md"))
     assert numbers == list(range(1, len(numbers) + 1))
+
+
+def test_every_architecture_is_in_the_table_by_what_it_remembers() -> None:
+    text = (ROOT / "docs" / "engine.md").read_text("utf-8")
+    rows = dict(re.findall(r"^\| (rows|states|nothing) \| (.*) \|$", text, re.MULTILINE))
+    told = {name: memory for memory, names in rows.items() for name in re.findall(r"`(\w+)`", names)}
+    assert told == {name: memory.value for name, memory in MEMORY.items()}
 
 
 async def test_the_embedded_engine_meets_the_canary_that_the_page_on_checkpoints_makes(tmp_path: Path) -> None:

@@ -46,14 +46,15 @@ def refusal(capacity: Capacity, *, taken: int, wanted: int) -> InvalidInputError
     """Why a request of ``wanted`` answers isn't taken where ``taken`` places are; None: it is."""
     if wanted > capacity.places:
         return InvalidInputError(
-            f"n is out of range: {wanted} answers are asked for",
-            hint=f"this server takes {capacity.places} at once, of all requests together",
+            f"n is out of range: the request needs {wanted} places",
+            hint=f"this server has {capacity.places}, one for each answer and scored prompt",
         )
     over = taken + wanted - capacity.places
     if over <= 0:
         return None
+    more = "not one more answer fits" if wanted == 1 else f"{wanted} more answers don't fit"
     return OverloadedError(
-        f"{taken} of {capacity.places} places are taken here, and {wanted} are asked for",
+        f"{taken} of {capacity.places} places are taken here: {more} in",
         hint="ask again in a moment",
         retry_after_s=retry_after_s(over, capacity.at_once),
     )

@@ -18,6 +18,7 @@ from slackwater.api.asking import Wanted, chat_wanted, check_model, check_reques
 from slackwater.api.auth import KeyGate, Keys
 from slackwater.api.choices import Exchange, stream, whole
 from slackwater.api.conversation import conversation, parsing
+from slackwater.api.foreign import worded
 from slackwater.api.live import Live
 from slackwater.api.replies import Aborted, ModelCard, ModelList, Reply
 from slackwater.api.respond import HANDLERS, json_reply, read_body
@@ -161,16 +162,18 @@ class _Service:
 
     @asynccontextmanager
     async def _under_way(self, asked: _Asked) -> AsyncGenerator[Exchange]:
-        async with self._serving.begun(asked.body, asked.wanted, asked.prompt, asked.text) as begun:
-            yield Exchange(
-                completer=begun.completer,
-                readings=begun.readings,
-                shape=asked.shape,
-                wanted=asked.wanted,
-                reply_id=f"{asked.shape.prefix}-{begun.name}",
-                created=begun.created,
-                model=self._model,
-            )
+        prior = {"prompt": "prior_token_ids"} if asked.wanted.prior_ids else {}
+        with worded(prior):
+            async with self._serving.begun(asked.body, asked.wanted, asked.prompt, asked.text) as begun:
+                yield Exchange(
+                    completer=begun.completer,
+                    readings=begun.readings,
+                    shape=asked.shape,
+                    wanted=asked.wanted,
+                    reply_id=f"{asked.shape.prefix}-{begun.name}",
+                    created=begun.created,
+                    model=self._model,
+                )
 
     async def generate(self, request: Request) -> Response:
         """``POST /v1/generate``."""

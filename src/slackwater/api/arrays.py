@@ -39,10 +39,14 @@ class Array(msgspec.Struct, frozen=True, kw_only=True):
         try:
             raw = base64.b64decode(self.data, validate=True)
         except ValueError as error:
-            raise CorruptError(f"an array's data is no base64: {error}") from error
+            raise CorruptError(
+                f"an array's data is no base64: {error}", hint="encode little-endian bytes in standard base64, padded"
+            ) from error
         size = math.prod(self.shape) * struct.calcsize(f"<{_CODES[self.dtype]}")
         if min(self.shape, default=0) < 0 or len(raw) != size:
-            raise CorruptError(f"an array of shape {self.shape} came with {len(raw)} bytes")
+            raise CorruptError(
+                f"an array of shape {self.shape} came with {len(raw)} bytes", hint=f"send {size} bytes of {self.dtype}"
+            )
         return raw
 
 

@@ -1,7 +1,7 @@
 """From a body to requests: defaults, bounds and what the caller wants to see of the evidence. Pure."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
@@ -10,6 +10,8 @@ from slackwater.errors import ContextLengthError, InvalidInputError, NotFoundErr
 from slackwater.ids import RequestId, Version
 from slackwater.rollout.request import (
     ANY_POLICY,
+    MAX_TOKENS,
+    MAX_TOP_K,
     CompletionRequest,
     PolicyConstraint,
     SamplingSpec,
@@ -29,7 +31,9 @@ MAX_ALTERNATIVES: Final = 4 * 1024 * 1024
 """Most alternatives of one reply: answers times tokens times alternatives per token."""
 MAX_ROUTE_BYTES: Final = 256 * 1024 * 1024
 """Most bytes of routes of one reply, before base64."""
-_REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+MAX_REQUEST_ID: Final = 128
+"""Longest name of a request."""
+_REQUEST_ID: Final = re.compile(rf"[A-Za-z0-9._:-]{{1,{MAX_REQUEST_ID}}}")
 _TOKEN_ID: Final = re.compile(r"[0-9]{1,10}")
 
 
@@ -80,7 +84,10 @@ def text_wanted(body: TextBody) -> Wanted:
 def _wanted(body: Sampled, *, logprobs: bool, top: int) -> Wanted:
     body.refuse()
     evidence = body.evidence()
-    _within("n", _or(body.n, 1), MAX_CHOICES)
+    _within("n", _or(body.n, 1), 1, MAX_CHOICES)
+    _within("top_k", _or(body.top_k, 0), -1, MAX_TOP_K)
+    for name, limit in _limits(body):
+        _within(name, limit, 0, MAX_TOKENS)
     if body.request_id is not None:
         check_request_id(body.request_id)
     return Wanted(
@@ -106,13 +113,23 @@ def _routes_from(evidence: EngineDataField | None) -> int | None:
 def _prefills(body: Sampled) -> bool:
     prefills = _limit(body) == 0
     if prefills and (body.min_tokens or body.forced_token_ids):
-        raise InvalidInputError("max_tokens is wrong: 0 leaves no token for min_tokens or forced_token_ids")
+        raise InvalidInputError(
+            "max_tokens is wrong: 0 leaves no token for min_tokens or forced_token_ids",
+            hint="leave these out, or allow tokens",
+        )
     return prefills
 
 
 def _limit(body: Sampled) -> int | None:
-    limit = body.max_completion_tokens if isinstance(body, ChatBody) else None
-    return _or(limit, body.max_tokens)
+    return next((limit for _, limit in _limits(body)), None)
+
+
+def _limits(body: Sampled) -> Iterator[tuple[str, int]]:
+    """Most tokens of the answer, each with its field; the first one counts."""
+    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
+        yield "max_completion_tokens", body.max_completion_tokens
+    if body.max_tokens is not None:
+        yield "max_tokens", body.max_tokens
 
 
 def check_model(asked: str, served: str) -> None:
@@ -129,7 +146,8 @@ def check_request_id(text: str) -> str:
     """
     if not _REQUEST_ID.fullmatch(text):
         raise InvalidInputError(
-            f"request_id {text[:80]!r} is no name", hint="use 1 to 128 letters, digits, '.', '_', ':' and '-'"
+            f"request_id {text[:80]!r} is no name",
+            hint=f"use 1 to {MAX_REQUEST_ID} letters, digits, '.', '_', ':' and '-'",
         )
     return text
 
@@ -286,9 +304,9 @@ def _stops(stop: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return stops
 
 
-def _within(name: str, value: int, most: int) -> None:
-    if not 1 <= value <= most:
-        raise InvalidInputError(f"{name} is out of range", hint=f"allowed: 1 to {most}")
+def _within(name: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise InvalidInputError(f"{name} is out of range", hint=f"allowed: {least} to {most}")
 
 
 _Value = TypeVar("_Value")

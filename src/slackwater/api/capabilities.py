@@ -10,7 +10,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from slackwater.api import asking, conversation, mask_budget, schema, score, sglang, sglang_shapes, structured, vllm
+from slackwater.api import (
+    asking,
+    conversation,
+    mask_budget,
+    schema,
+    score,
+    sglang,
+    sglang_shapes,
+    structured,
+    vllm,
+    wire,
+)
+from slackwater.api.admission import Capacity
 from slackwater.api.auth import INFERENCE_PATHS
 from slackwater.api.engine_data import EngineData
 from slackwater.api.respond import json_reply
@@ -24,7 +36,7 @@ from slackwater.rollout.routes import Routing
 API_VERSION: Final = 1
 """Counts changes of this API that break its callers."""
 _BOUNDED: Final[tuple[ModuleType, ...]] = (
-    asked, grammar, schema, asking, conversation, mask_budget, structured, score, sglang_shapes,
+    asked, grammar, schema, asking, conversation, mask_budget, structured, score, sglang_shapes, wire,
 )  # fmt: skip
 _NO_EVIDENCE: Final = frozenset({"status", "reasons"})
 
@@ -48,7 +60,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     vocabulary: int
     """Ids count from 0 to one below it. The model's own table may be longer."""
     routes: tuple[str, ...]
-    """Paths that the inference key opens; ``/v1/replicas`` at a gateway alone."""
+    """Paths here that the inference key opens."""
     sampling: tuple[str, ...]
     """Fields of ``sampling`` in ``/v1/generate``."""
     completions: tuple[str, ...]
@@ -70,20 +82,19 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     finish: tuple[Finish, ...]
     """How answers may end."""
     limits: Mapping[str, float]
-    """Every bound by its name: largest values, counts and lengths."""
+    """Bounds by their names: largest values, counts and lengths; how much this server takes on at once."""
 
 
 def routes(serving: Serving) -> list[Route]:
     """The route, for `slackwater.api.app.create_app`. Normative page: docs/rl-api.md."""
 
     async def capabilities(request: Request) -> Response:
-        del request
-        return json_reply(_capabilities(serving))
+        return json_reply(_capabilities(serving, _paths(request)))
 
     return [Route("/v1/capabilities", capabilities)]
 
 
-def _capabilities(serving: Serving) -> Capabilities:
+def _capabilities(serving: Serving, paths: tuple[str, ...]) -> Capabilities:
     spec = tuple(field.name for field in fields(SamplingSpec))
     routing = serving.completer.routing()
     return Capabilities(
@@ -91,19 +102,30 @@ def _capabilities(serving: Serving) -> Capabilities:
         model=serving.model,
         window=serving.completer.window(),
         vocabulary=len(serving.tokenizer.table.pieces),
-        routes=tuple(sorted(INFERENCE_PATHS)),
+        routes=paths,
         sampling=spec,
         completions=_completions(),
-        vllm_sampling_params=_taken(vllm.SAMPLING.names),
-        sglang_sampling_params=_taken(sglang_shapes.SAMPLING.names),
+        vllm_sampling_params=_taken(vllm.SAMPLING.taken),
+        sglang_sampling_params=_taken(sglang_shapes.SAMPLING.taken),
         policy=tuple(field.name for field in fields(PolicyConstraint)),
         evidence=tuple(name for name in EngineData.__struct_fields__ if name not in _NO_EVIDENCE),
         unsupported=() if routing else ("routed_experts",),
         routing=_card(routing) if routing else None,
         logprobs=("processed", "raw") if "raw_logprobs" in spec else ("processed",),
         finish=tuple(Finish),
-        limits=dict(LIMITS),
+        limits={**LIMITS, **_load(serving.admission.capacity)},
     )
+
+
+def _paths(request: Request) -> tuple[str, ...]:
+    """What the app that was asked has."""
+    return tuple(sorted({route.path for route in request.app.routes if isinstance(route, Route)} & INFERENCE_PATHS))
+
+
+def _load(capacity: Capacity) -> dict[str, float]:
+    prompts = {} if capacity.prompt_tokens is None else {"max_prompt_tokens": capacity.prompt_tokens}
+    waiting = capacity.places - capacity.at_once
+    return {"places": capacity.places, "slots": capacity.at_once, "max_waiting": waiting, **prompts}
 
 
 def _card(routing: Routing) -> RoutingCard:

@@ -1,5 +1,6 @@
 """Errors on the wire: a table from kind to HTTP status, one envelope, and the way back into the error tree."""
 
+import re
 from collections.abc import Iterator
 from http import HTTPStatus
 from types import MappingProxyType
@@ -47,10 +48,13 @@ STATUS: Final = MappingProxyType(
 _FURTHER: Final = frozenset({
     "token_ids", "prompt_ids", "items", "sampling_params", "cache_salt", "priority", "features", "output_mode",
     "input_ids", "rid", "max_new_tokens", "min_new_tokens", "sampling_seed", "return_logprob", "logprob_start_len",
-    "top_logprobs_num", "return_routed_experts", "trace_decode_token_ids", "add_special_tokens", "extra_key",
-    "grammar", "json_schema", "regex", "ebnf",
+    "top_logprobs_num", "return_routed_experts", "routed_experts_start_len", "routed_experts_prompt_start",
+    "trace_decode_token_ids", "add_special_tokens", "extra_key",
+    "grammar", "json_schema", "regex", "ebnf", "text", "tokens",
 })  # fmt: skip
 """Fields of the further routes."""
+_REFUSED: Final = re.compile(r"(\S+) isn't supported\b")
+"""A field that isn't known here is named by its refusal."""
 
 RETRY_AFTER_S: Final = 1
 """What ``Retry-After`` says where the error doesn't know better."""
@@ -88,17 +92,23 @@ class Envelope(msgspec.Struct, frozen=True):
 
 def fault(error: SlackwaterError) -> Fault:
     """Describe an error. Messages about one field start with its name; that is where ``param`` comes from."""
-    name = error.message.partition(" ")[0]
     return Fault(
         message=str(error),
         type=error.kind,
-        param=name if name in FIELDS or name in _FURTHER else None,
+        param=_param(error),
         code=error.kind,
         hint=error.hint,
         versions=error.versions if isinstance(error, PolicyUnmetError) else (),
         retry_after_s=error.retry_after_s if isinstance(error, OverloadedError) else UNSET,
         fork=error.fork if isinstance(error, ForkError) else UNSET,
     )
+
+
+def _param(error: SlackwaterError) -> str | None:
+    if refused := _REFUSED.match(error.message):
+        return refused[1]
+    name = re.split("[ .]", error.message, maxsplit=1)[0]
+    return name if name in FIELDS or name in _FURTHER else None
 
 
 def retry_after_s(error: SlackwaterError) -> int | None:

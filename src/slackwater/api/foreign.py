@@ -1,17 +1,19 @@
 """What the routes in other servers' shapes share: fields taken over or refused by name, spans, ends and text. Pure."""
 
 import math
-from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+import re
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Final, TypeVar
+from typing import Final
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from slackwater.api.bodies import misfit
 from slackwater.api.engine_data import EngineData, engine_data
 from slackwater.api.reading import Reading
-from slackwater.api.schema import EngineDataField, RoutesField, TextBody, misfit, read_with
+from slackwater.api.schema import EngineDataField, RoutesField, TextBody
 from slackwater.api.shapes import IMPOSSIBLE
 from slackwater.api.text import TextStream, TokenTable
 from slackwater.errors import InvalidInputError, UnsupportedError
@@ -36,30 +38,28 @@ def weight_versions(steps: Iterable[TokenStep], first: int = 0) -> tuple[WeightV
     )
 
 
-_Body = TypeVar("_Body", bound=msgspec.Struct)
-_KEYS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_NOTHING: Final = frozenset({b"null", b"false", b"0", b'""', b"[]", b"{}"})
+_QUOTED_OR_NAME: Final = re.compile(r"'[^']*'|[a-z0-9_]+")
 
 
-def read_known(
-    decoder: msgspec.json.Decoder[_Body], body: bytes, known: Collection[str], hints: Collection[str] = ()
-) -> _Body:
-    """Decode a body whose every field must have a meaning here.
+@contextmanager
+def worded(words: Mapping[str, str]) -> Generator[None]:
+    """Errors about a field name it as the caller did.
 
     Args:
-        decoder: Of the body's shape.
-        body: JSON.
-        known: The fields of that shape.
-        hints: Fields that may be there without effect, whatever their values.
-
-    Raises:
-        InvalidInputError: It isn't JSON, or a field has the wrong type.
-        UnsupportedError: Another field asks for something.
+        words: From our name to theirs. A name of several words is one wherever it stands, another where it comes first.
     """
-    for name, value in read_with(_KEYS, body).items():
-        if name not in known and name not in hints and bytes(value) not in _NOTHING:
-            raise UnsupportedError(f"{name[:80]} isn't supported", hint="leave it out")
-    return read_with(decoder, body)
+    try:
+        yield
+    except InvalidInputError as error:
+        first, space, rest = error.message.partition(" ")
+        message, hint = words.get(first, _named(first, words)) + space + _named(rest, words), _named(error.hint, words)
+        if (message, hint) == (error.message, error.hint):
+            raise
+        raise type(error)(message, hint=hint) from error
+
+
+def _named(text: str, words: Mapping[str, str]) -> str:
+    return _QUOTED_OR_NAME.sub(lambda found: words.get(found[0], found[0]) if "_" in found[0] else found[0], text)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,18 +97,19 @@ class Dialect:
         """Every parameter that has a meaning here."""
         return self.same | self.renamed.keys() | self.neutral.keys()
 
-    @contextmanager
-    def worded(self) -> Generator[None]:
-        """Errors about a field name it as the caller did."""
-        try:
-            yield
-        except InvalidInputError as error:
-            name, space, rest = error.message.partition(" ")
-            words = (*self.words.items(), *self.renamed.items())
-            theirs = next((theirs for theirs, ours in words if ours == name), name)
-            if theirs == name:
-                raise
-            raise type(error)(f"{theirs}{space}{rest}", hint=error.hint) from error
+    @property
+    def taken(self) -> frozenset[str]:
+        """Those of them that may ask for something, or have any value without effect."""
+        return self.same | self.renamed.keys() | {name for name, values in self.neutral.items() if not values}
+
+    def worded(self, more: Mapping[str, str] | None = None) -> AbstractContextManager[None]:
+        """See `worded`.
+
+        Args:
+            more: Names of ours that this request has in other words, and theirs.
+        """
+        theirs = {ours: theirs for theirs, ours in (*self.renamed.items(), *self.words.items())}
+        return worded({**theirs, **(more or {})})
 
 
 def text_body(fields: Mapping[str, object]) -> TextBody:
@@ -120,7 +121,7 @@ def text_body(fields: Mapping[str, object]) -> TextBody:
     try:
         return msgspec.convert(fields, TextBody)
     except msgspec.ValidationError as error:
-        raise misfit(error) from error
+        raise misfit(error, TextBody) from error
 
 
 def ended(finish: Finish | None) -> str | None:

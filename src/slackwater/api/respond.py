@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Coroutine
+from http import HTTPStatus
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -43,13 +44,15 @@ async def read_body(request: Request, limit: int = MAX_BODY_BYTES) -> bytes:
     """The whole body; at most ``limit`` bytes and one block are held.
 
     Raises:
-        InvalidInputError: It is longer.
+        HTTPException: It is longer; `HANDLERS` answer it.
     """
     body = bytearray()
     async for block in request.stream():
         body += block
         if len(body) > limit:
-            raise InvalidInputError(f"the body is longer than {limit} bytes", hint="send less")
+            # The rest of it is unread, so the connection can't be used again.
+            closing = {"Connection": "close"}
+            raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body is longer than {limit} bytes", closing)
     return bytes(body)
 
 
@@ -73,12 +76,27 @@ async def _unknown(_: Request, error: Exception) -> Response:
     return error_reply(InternalError(f"unexpected {type(error).__name__}", hint="please report it; the log has more"))
 
 
-async def _routing(_: Request, error: Exception) -> Response:
-    status = error.status_code if isinstance(error, HTTPException) else CLIENT_GONE
-    detail = error.detail if isinstance(error, HTTPException) else "gone"
-    reply = error_reply(NotFoundError(f"no such route: {detail}", hint="docs/rl-api.md lists them"))
-    reply.status_code = status
+async def _routing(request: Request, error: Exception) -> Response:
+    if not isinstance(error, HTTPException):
+        return await _unknown(request, error)
+    reply = error_reply(_refusal(request, error))
+    reply.status_code = error.status_code
+    reply.headers.update(error.headers or {})
     return reply
+
+
+def _refusal(request: Request, error: HTTPException) -> SlackwaterError:
+    path = request.url.path[:200]
+    match error.status_code:
+        case HTTPStatus.NOT_FOUND:
+            return NotFoundError(f"there is no route {path}", hint="docs/rl-api.md lists them")
+        case HTTPStatus.METHOD_NOT_ALLOWED:
+            allowed = (error.headers or {}).get("Allow", "")
+            return InvalidInputError(f"{path} doesn't answer {request.method}", hint=f"allowed: {allowed}")
+        case HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
+            return InvalidInputError(error.detail, hint="send less, or in parts")
+        case _:
+            return InvalidInputError(error.detail)
 
 
 async def _gone(_: Request, error: Exception) -> Response:

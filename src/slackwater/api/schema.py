@@ -1,12 +1,12 @@
 """Requests as they arrive: OpenAI's fields, vLLM's names for extras, and ours. `asking` checks their meaning."""
 
-import re
 from types import MappingProxyType
-from typing import ClassVar, Final, Literal, TypeVar
+from typing import ClassVar, Final, Literal
 
 import msgspec
 
 from slackwater.api.arrays import Array
+from slackwater.api.bodies import read_known, read_with
 from slackwater.api.structured import Choices, ResponseFormat, Schema, StructuredOutputs, the_one
 from slackwater.errors import InvalidInputError, UnsupportedError
 from slackwater.rollout.grammar import Grammar
@@ -234,8 +234,8 @@ class Sampled(Refused, frozen=True, kw_only=True):
             grammar=self.guided_grammar or None,
         )
         asked = [("response_format", form)] if form else []
-        for name, field in (("structured_outputs", self.structured_outputs), ("guided_json", guided)):
-            asked += [(name, one) for one in (field.grammars() if field else ())]
+        for prefix, field in (("structured_outputs.", self.structured_outputs), ("guided_", guided)):
+            asked += [(prefix + name, one) for name, one in (field.grammars() if field else ())]
         return the_one(asked)
 
     def evidence(self) -> EngineDataField | None:
@@ -285,48 +285,38 @@ class AbortBody(msgspec.Struct, frozen=True, kw_only=True):
 
 FIELDS: Final = frozenset((*ChatBody.__struct_fields__, *TextBody.__struct_fields__))
 """Every field of a request that has a meaning here."""
+HINTS: Final = frozenset({
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "skip_special_tokens", "spaces_between_special_tokens", "detokenize",
+})  # fmt: skip
+"""Fields of OpenAI and vLLM that change no draw, and have no effect here."""
 
 _CHAT: Final = msgspec.json.Decoder(ChatBody)
 _TEXT: Final = msgspec.json.Decoder(TextBody)
 _ABORT: Final = msgspec.json.Decoder(AbortBody)
+_CHAT_FIELDS: Final = frozenset(ChatBody.__struct_fields__)
+_TEXT_FIELDS: Final = frozenset(TextBody.__struct_fields__)
 
 
 def read_chat(body: bytes) -> ChatBody:
+    """Decode a body.
+
+    Raises:
+        InvalidInputError: It isn't JSON, or a field has the wrong type.
+        UnsupportedError: A field that isn't known here asks for something.
+    """
+    return read_known(_CHAT, body, _CHAT_FIELDS, HINTS)
+
+
+def read_text(body: bytes) -> TextBody:
+    """As `read_chat`."""
+    return read_known(_TEXT, body, _TEXT_FIELDS, HINTS)
+
+
+def read_abort(body: bytes) -> AbortBody:
     """Decode a body. Unknown fields are ignored.
 
     Raises:
         InvalidInputError: It isn't JSON, or a field has the wrong type.
     """
-    return read_with(_CHAT, body)
-
-
-def read_text(body: bytes) -> TextBody:
-    """As `read_chat`."""
-    return read_with(_TEXT, body)
-
-
-def read_abort(body: bytes) -> AbortBody:
-    """As `read_chat`."""
     return read_with(_ABORT, body)
-
-
-_Body = TypeVar("_Body")
-
-
-def read_with(decoder: msgspec.json.Decoder[_Body], body: bytes) -> _Body:
-    """As `read_chat`, for any shape."""
-    try:
-        return decoder.decode(body)
-    except msgspec.ValidationError as error:
-        raise misfit(error) from error
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise InvalidInputError(f"the body is no JSON: {error}", hint="send one JSON object in UTF-8") from error
-
-
-def misfit(error: msgspec.ValidationError) -> InvalidInputError:
-    """Say which field of a body has the wrong type."""
-    problem, _, path = str(error).partition(" - at ")
-    place = path.strip("`").removeprefix("$.")
-    field = re.split(r"[.\[]", place)[0] or "the body"
-    where = f", at {place}" if place not in ("", field) else ""
-    return InvalidInputError(f"{field} is wrong: {problem}{where}")

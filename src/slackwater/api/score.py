@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final
 
 import msgspec
@@ -11,7 +12,8 @@ from starlette.routing import Route
 
 from slackwater.api.arrays import Array, array
 from slackwater.api.asking import check_model, check_request_id, policy_constraint
-from slackwater.api.foreign import read_known
+from slackwater.api.bodies import read_known
+from slackwater.api.foreign import worded
 from slackwater.api.reading import Reading
 from slackwater.api.respond import read_body
 from slackwater.api.schema import PolicyField
@@ -82,6 +84,8 @@ class Scores(msgspec.Struct, frozen=True, kw_only=True):
 
 _DECODER: Final = msgspec.json.Decoder(ScoreBody)
 _KNOWN: Final = frozenset(ScoreBody.__struct_fields__)
+_WORDS: Final = MappingProxyType({"prompt": "prompt_ids", "forced_token_ids": "token_ids"})
+"""From what a request calls fields to what an item does."""
 
 
 def routes(serving: Serving) -> list[Route]:
@@ -116,6 +120,10 @@ class _ScoreRoute:
         return await answered(request, self._scores(body, policy_constraint(body.policy)))
 
     async def _scores(self, body: ScoreBody, policy: PolicyConstraint) -> Scores:
+        with worded(_WORDS):
+            return await self._made(body, policy)
+
+    async def _made(self, body: ScoreBody, policy: PolicyConstraint) -> Scores:
         admission = self._serving.admission
         turns = min(len(body.items), SCORES_AT_ONCE, admission.capacity.places)
         with self._serving.named(body.request_id, choices=len(body.items), taking=admission.taking(turns)) as known:

@@ -1,6 +1,6 @@
 """``POST /generate``: SGLang's native route, single prompts and batches of them, whole and as a stream."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 from functools import partial
@@ -59,7 +59,7 @@ class _SglangRoute:
         return await answered(request, self._whole(batch), heavy=_heavy(batch))
 
     async def _whole(self, batch: Batch) -> Generated | list[Generated]:
-        with SAMPLING.worded():
+        with SAMPLING.worded(_words(batch)):
             async with AsyncExitStack() as stack:
                 running = await self._begin(batch, stack)
                 await together(reading.read(one.begun.completer) for one in running for reading in one.all())
@@ -67,7 +67,7 @@ class _SglangRoute:
                 return replies if batch.is_list else replies[0]
 
     async def _streamed(self, batch: Batch, outlet: Outlet) -> None:
-        with SAMPLING.worded():
+        with SAMPLING.worded(_words(batch)):
             async with AsyncExitStack() as stack:
                 running = await self._begin(batch, stack)
                 try:
@@ -113,6 +113,11 @@ class _SglangRoute:
             return None
         window, text = self._serving.completer.window(), self._serving.tokenizer.stream()
         return prompt_scoring(ask, prompt.start, window=window, text=text, top_logprobs=prompt.wanted.top_logprobs)
+
+
+def _words(batch: Batch) -> Mapping[str, str]:
+    routes = any(prompt.routes for prompt in batch.prompts)
+    return {"engine_data": "routed_experts_start_len"} if routes else {}
 
 
 def _heavy(batch: Batch) -> bool:

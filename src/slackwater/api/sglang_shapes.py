@@ -10,8 +10,9 @@ from msgspec import UNSET, UnsetType
 
 from slackwater.api.arrays import Array
 from slackwater.api.asking import Wanted, text_wanted
+from slackwater.api.bodies import read_known
 from slackwater.api.engine_data import EngineData
-from slackwater.api.foreign import Dialect, TextView, WeightVersion, read_known, text_body, with_routes
+from slackwater.api.foreign import Dialect, TextView, WeightVersion, text_body, with_routes
 from slackwater.api.schema import EngineDataField, PolicyField, TextBody
 from slackwater.api.text import TokenTable
 from slackwater.errors import InvalidInputError
@@ -207,7 +208,7 @@ def _prompts(body: SglangBody) -> tuple[Sequence[str | tuple[int, ...]], bool]:
     ids = body.input_ids or ()
     lists = [one for one in ids if isinstance(one, tuple)]
     if lists and len(lists) < len(ids):
-        raise InvalidInputError("input_ids is wrong: ids and lists of ids are mixed")
+        raise InvalidInputError("input_ids is wrong: ids and lists of ids are mixed", hint="send either")
     if lists:
         return _bounded("input_ids", lists), True
     return [tuple(one for one in ids if isinstance(one, int))], False
@@ -297,5 +298,8 @@ def _at(name: str, value: _One | tuple[_One, ...] | None, index: int, count: int
     if not isinstance(value, tuple):
         return value
     if not count or len(value) != count:
-        raise InvalidInputError(f"{name} is wrong: it has {len(value)} values for {count or 'no batch of'} prompts")
+        raise InvalidInputError(
+            f"{name} is wrong: it has {len(value)} values for {count or 'no batch of'} prompts",
+            hint="send one value, or one for each prompt of a batch",
+        )
     return value[index]

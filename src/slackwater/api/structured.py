@@ -44,7 +44,7 @@ class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
         if self.type == "json_object":
             return _schema(_ANY_OBJECT)
         if self.json_schema is None:
-            raise InvalidInputError("response_format is wrong: json_schema is missing")
+            raise InvalidInputError("response_format is wrong: json_schema is missing", hint="add it, with its schema")
         return _schema(self.json_schema.schema)
 
 
@@ -57,22 +57,22 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     grammar: str | None = None
     json_object: bool | None = None
 
-    def grammars(self) -> Iterator[Grammar]:
-        """All that it asks for.
+    def grammars(self) -> Iterator[tuple[str, Grammar]]:
+        """All that it asks for, each with its field.
 
         Raises:
             InvalidInputError: A source is empty or too long.
         """
         if self.json is not None:
-            yield _schema(self.json)
+            yield "json", _schema(self.json)
         if self.regex is not None:
-            yield Grammar(kind=GrammarKind.REGEX, source=self.regex)
+            yield "regex", Grammar(kind=GrammarKind.REGEX, source=self.regex)
         if self.choice is not None:
-            yield Grammar(kind=GrammarKind.REGEX, source="|".join(map(_literal, self.choice)))
+            yield "choice", Grammar(kind=GrammarKind.REGEX, source="|".join(map(_literal, self.choice)))
         if self.grammar is not None:
-            yield Grammar(kind=GrammarKind.EBNF, source=self.grammar)
+            yield "grammar", Grammar(kind=GrammarKind.EBNF, source=self.grammar)
         if self.json_object:
-            yield _schema(_ANY_OBJECT)
+            yield "json_object", _schema(_ANY_OBJECT)
 
 
 def the_one(asked: Sequence[tuple[str, Grammar]]) -> Grammar | None:

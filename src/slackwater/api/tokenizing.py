@@ -10,10 +10,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from slackwater.api.asking import chat_wanted, check_model
+from slackwater.api.bodies import read_known, read_with
 from slackwater.api.conversation import conversation
-from slackwater.api.foreign import read_known
 from slackwater.api.respond import json_reply, read_body
-from slackwater.api.schema import ChatBody, read_with
+from slackwater.api.schema import HINTS, ChatBody
 from slackwater.api.serving import Serving
 from slackwater.errors import ContextLengthError, InvalidInputError
 
@@ -82,7 +82,9 @@ class _Tokenizing:
         """``POST /v1/tokenize``."""
         data = await read_body(request)
         if "messages" in read_with(_KEYS, data):
-            return json_reply(await self._of_chat(read_with(_CHAT, data)))
+            return json_reply(
+                await self._of_chat(read_known(_CHAT, data, frozenset(TokenizeChat.__struct_fields__), HINTS))
+            )
         return json_reply(await self._of_text(read_known(_TEXT, data, frozenset(TokenizeText.__struct_fields__))))
 
     async def _of_text(self, body: TokenizeText) -> Tokens:

@@ -15,6 +15,7 @@ from starlette.routing import Route
 
 from slackwater.api.arrays import Array
 from slackwater.api.asking import Wanted, check_model, text_wanted
+from slackwater.api.bodies import read_known
 from slackwater.api.engine_data import EngineData
 from slackwater.api.faults import Envelope, fault
 from slackwater.api.foreign import (
@@ -27,7 +28,6 @@ from slackwater.api.foreign import (
     evidence,
     finite,
     masks,
-    read_known,
     text_body,
     weight_versions,
     with_routes,
@@ -80,7 +80,6 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     """``text`` adds the text to every choice, and that of tokens to log-probabilities."""
     return_token_ids: bool | None = None
     """Repeat the prompt's ids in the reply."""
-    priority: Literal[0] | None = None
     cache_salt: str | None = None
     policy: PolicyField | None = None
     engine_data: bool | EngineDataField | None = None
@@ -201,6 +200,11 @@ class _Asked:
         return _routes_start(self.body.sampling_params)
 
     @property
+    def words(self) -> Mapping[str, str]:
+        """What of ours is asked for in other words, and which."""
+        return {} if self.routes_start is None else {"engine_data": ROUTES_START}
+
+    @property
     def shows_text(self) -> bool:
         return self.body.output_mode == "text"
 
@@ -266,7 +270,7 @@ class _VllmRoute:
         return _Asked(body=body, text=text, wanted=wanted, view=view)
 
     async def _whole(self, asked: _Asked) -> GeneratedReply:
-        with SAMPLING.worded():
+        with SAMPLING.worded(asked.words):
             async with self._serving.begun(
                 asked.text, asked.wanted, partial(_ready, asked), asked.view.stream
             ) as begun:
@@ -274,7 +278,7 @@ class _VllmRoute:
                 return await made(partial(_ended, asked, begun), heavy=asked.wanted.routes_from is not None)
 
     async def _streamed(self, asked: _Asked, outlet: Outlet) -> None:
-        with SAMPLING.worded():
+        with SAMPLING.worded(asked.words):
             async with self._serving.begun(
                 asked.text, asked.wanted, partial(_ready, asked), asked.view.stream
             ) as begun:
@@ -344,4 +348,4 @@ def _routes_start(params: Mapping[str, object]) -> int | None:
     start = params.get(ROUTES_START)
     if start is None or (isinstance(start, int) and not isinstance(start, bool)):
         return start
-    raise InvalidInputError(f"{ROUTES_START} is wrong: it is a number")
+    raise InvalidInputError(f"{ROUTES_START} is wrong: it is a number", hint="name a position of the prompt")

@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+from functools import partial
 from pathlib import Path
 
 from platformdirs import user_cache_path
@@ -17,7 +18,9 @@ from slackwater.api.app import create_app
 from slackwater.api.auth import KeyGate, Keys
 from slackwater.api.respond import HANDLERS
 from slackwater.api.tokens import ChatTokenizer
+from slackwater.bucket.base import Bucket
 from slackwater.bucket.open import probe
+from slackwater.cli.absent import absent_run
 from slackwater.cli.ending import Ending
 from slackwater.cli.serve import Server, bind
 from slackwater.cli.trust import open_trusted
@@ -26,8 +29,8 @@ from slackwater.config.process import ReplicaSettings
 from slackwater.delivery.fetcher import Fetcher
 from slackwater.delivery.watcher import Watcher
 from slackwater.engine.torch.engine import TorchEngine
-from slackwater.errors import UnavailableError
-from slackwater.ids import BootId, Version
+from slackwater.errors import AuthError, NotFoundError, UnavailableError
+from slackwater.ids import BootId, RunId, Version
 from slackwater.replica.app import control_routes
 from slackwater.replica.limits import ExchangeLimits
 from slackwater.replica.replica import Replica, ReplicaOptions
@@ -52,6 +55,7 @@ async def run_replica(settings: ReplicaSettings, keys: Keys, ending: Ending) -> 
         Watcher(fetcher, SystemClock(), settings.poll_s),
         loader.open_engine,
         SystemClock(),
+        partial(_absent, bucket, settings.run),
     )
     routes = control_routes(replica)
     front = _Front(_starting(routes, keys))
@@ -100,6 +104,16 @@ def _options(settings: ReplicaSettings, boot: BootId) -> ReplicaOptions:
         poll_s=settings.poll_s,
         reports=256,
     )
+
+
+def _absent(bucket: Bucket, run: RunId) -> NotFoundError:
+    """What there is in place of a run; where the bucket may not be listed, only that it isn't there."""
+    try:
+        return absent_run(bucket, run)
+    except (AuthError, UnavailableError) as error:
+        return NotFoundError(
+            f"there is no run {run} in {bucket.url}", hint=f"its runs can't be listed: {error.message}"
+        )
 
 
 class _Loader:

@@ -5,6 +5,7 @@ from http import HTTPStatus
 from typing import Final, TypeVar
 
 import msgspec
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -35,8 +36,8 @@ def bounded(
             return _too_long(InvalidInputError(f"the body is longer than {MAX_BODY_BYTES} bytes", hint="send less"))
         try:
             body = await read_body(request, MAX_BODY_BYTES)
-        except InvalidInputError as error:
-            return _too_long(error)
+        except HTTPException as error:
+            return _too_long(InvalidInputError(error.detail, hint="send less"))
         return await answer(request, body)
 
     def _too_long(error: InvalidInputError) -> Response:

@@ -12,10 +12,10 @@ from starlette.routing import Route
 
 from slackwater.api.respond import json_reply, read_body
 from slackwater.config.in_flight import InFlight
-from slackwater.errors import InvalidInputError
+from slackwater.errors import InvalidInputError, NotFoundError
 from slackwater.ids import Version
 from slackwater.replica.replica import Replica
-from slackwater.replica.status import State
+from slackwater.replica.status import ReplicaStatus, State
 from slackwater.replica.swap import Stage
 
 
@@ -56,6 +56,7 @@ class _Control:
             "version": status.version,
             "in_flight": status.in_flight,
             "draining": status.stage is Stage.DRAINING,
+            "reason": _waiting_for(status),
             "window": self._replica.window() if serves else None,
             "routing": self._replica.routing(),
         })  # fmt: skip
@@ -81,6 +82,12 @@ class _Control:
         del request
         version, digest = await self._replica.weights_digest()
         return json_reply({"version": version, "state_digest": digest})
+
+
+def _waiting_for(status: ReplicaStatus) -> str | None:
+    """Nobody has shown a key: what else the bucket has is for the status."""
+    absent = status.last_error is not None and status.last_error.kind == NotFoundError.kind
+    return f"run {status.run} has no version yet" if absent and status.state is State.STARTING else None
 
 
 def _read_target(body: bytes) -> TargetBody:

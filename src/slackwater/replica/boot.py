@@ -36,16 +36,28 @@ class Booted:
     """Digests of the config, tokenizer and template that the engine was opened with."""
 
 
-async def await_head(source: VersionSource, clock: Clock, poll_s: float) -> Version:
+async def await_head(
+    source: VersionSource, clock: Clock, poll_s: float, on_empty: Callable[[], Awaitable[None]]
+) -> Version:
     """The newest version, once there is one.
+
+    Args:
+        source: Of the lineage.
+        clock: What waits.
+        poll_s: Seconds between two looks.
+        on_empty: Called where the first look finds none.
 
     Raises:
         NotFoundError: There is no such bucket.
         AuthError: The store refused the credentials.
         UnavailableError: The store doesn't answer.
     """
-    while (head := await asyncio.to_thread(source.head, None)) is None:
+    head = await asyncio.to_thread(source.head, None)
+    if head is None:
+        await on_empty()
+    while head is None:
         await clock.sleep(poll_s)
+        head = await asyncio.to_thread(source.head, None)
     return head
 
 

@@ -84,8 +84,20 @@ class Replica:
         watch: HeadWatch,
         open_engine: OpenEngine,
         clock: Clock,
+        absent: Callable[[], NotFoundError] | None = None,
     ) -> None:
+        """Of these parts.
+
+        Args:
+            options: Who it is, and its bounds.
+            source: Its lineage's versions.
+            watch: Tells of new ones.
+            open_engine: Loads its anchor.
+            clock: What waits.
+            absent: Says what there is in place of a lineage that has no version, for people; may block.
+        """
         self._options = options
+        self._absent = absent or self._no_version
         self._source = source
         self._watch = watch
         self._open_engine = open_engine
@@ -144,6 +156,7 @@ class Replica:
             await self._until_done(lambda: self._catch_up(goal))
             self._reached()
             self._started = True
+            _log.info("version %d serves: requests are taken", exchange.swap.version)
             self._spawn(self._drive(), "drive")
             self._spawn(self._follow(), "follow")
             if self._options.scrub_s:
@@ -299,7 +312,8 @@ class Replica:
         return self._exchange
 
     async def _boot(self, goal: Version | Literal["head"]) -> Exchange:
-        head = await await_head(self._source, self._clock, self._options.poll_s)
+        head = await await_head(self._source, self._clock, self._options.poll_s, self._tell_absent)
+        self._error = self._error if self._target is not None else None  # what kept the head is over
         self._target = target = self._ceiling.under(head) if goal == "head" else check_committed(goal, head)
         limits = self._options.exchange
         try:
@@ -317,7 +331,17 @@ class Replica:
         self._engine = booted.engine
         self._exchange = exchange = Exchange(booted, self._source, self._clock, limits, self._in_flight)
         self._journey = Journey(exchange, self._route, limits, self._options.reports)
+        _log.info("version %d is loaded from its anchor, on the way to version %d", anchor.version, target)
         return exchange
+
+    async def _tell_absent(self) -> None:
+        """A name that is mistyped looks like a lineage that is still empty."""
+        error = await asyncio.to_thread(self._absent)
+        self._error = LastError(kind=error.kind, message=str(error), version=None)
+        _log.warning("waiting for a first version: %s", error)
+
+    def _no_version(self) -> NotFoundError:
+        return NotFoundError(f"run {self._options.run} has no version yet", hint="publish one, or check the name")
 
     async def _resolve(self, goal: Version | Literal["head"]) -> Version:
         began = self._clock.monotonic()

@@ -1,5 +1,6 @@
 """What is asked for: prompt, sampling and the policy versions that may answer."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from slackwater.errors import InvalidInputError
@@ -21,6 +22,7 @@ MAX_REPETITION_PENALTY = 100.0
 MAX_LOGIT_BIAS = 100.0
 MAX_BIASED_IDS = 1024
 MAX_CACHE_SALT = 256
+MAX_SEED = 2**63 - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +98,7 @@ class SamplingSpec:
             (0.0 <= self.temperature <= MAX_TEMPERATURE, "temperature", f"0 to {MAX_TEMPERATURE:.0f}"),
             (0.0 < self.top_p <= 1.0, "top_p", "above 0, up to 1"),
             (0 <= self.top_k <= MAX_TOP_K, "top_k", f"0 to {MAX_TOP_K}"),
-            (self.seed is None or 0 <= self.seed < 2**63, "seed", "0 to 2^63 - 1"),
+            (self.seed is None or 0 <= self.seed <= MAX_SEED, "seed", "0 to 2^63 - 1"),
             (_stops_hold(self.stop_token_ids), "stop_token_ids", f"at most {MAX_STOP_IDS} ids, each 0 to 2^31 - 1"),
             (0 <= self.top_logprobs <= MAX_TOP_LOGPROBS, "top_logprobs", f"0 to {MAX_TOP_LOGPROBS}"),
             (0.0 <= self.min_p <= 1.0, "min_p", "0 to 1"),
@@ -150,11 +152,14 @@ class PolicyConstraint:
 
     def __post_init__(self) -> None:
         lower, exact = self.min_version, self.exact_version
-        if self.max_lag is not None and (exact is not None or self.max_lag < 0):
-            raise InvalidInputError("policy is wrong: max_lag is a number from 0 on", hint="leave exact_version out")
+        if self.max_lag is not None and self.max_lag < 0:
+            raise InvalidInputError("policy is out of range: max_lag is negative", hint="it counts from 0")
+        if self.max_lag is not None and exact is not None:
+            raise InvalidInputError("policy is wrong: max_lag beside exact_version", hint="leave one of them out")
         if lower is not None and exact is not None and lower > exact:
             raise InvalidInputError(
-                f"policy: min_version {lower} is above exact_version {exact}", hint="no version can meet both: drop one"
+                f"policy is wrong: min_version {lower} is above exact_version {exact}",
+                hint="no version can meet both: drop one",
             )
 
     def counted_from(self, head: Version | None) -> "PolicyConstraint":
@@ -171,6 +176,12 @@ class PolicyConstraint:
         if self.exact_version is not None and version != self.exact_version:
             return False
         return self.min_version is None or version >= self.min_version
+
+    def way_out(self, held: Sequence[Version]) -> str:
+        """What to do where none of the versions ``held`` is admitted; replicas go back only if they are told to."""
+        if self.exact_version is not None and held and min(held) > self.exact_version:
+            return f"hot-load version {self.exact_version}, or ask a group that serves it: replicas don't go back"
+        return "retry once the fleet has swapped"
 
     def __str__(self) -> str:
         if self.max_lag is not None:
@@ -221,6 +232,6 @@ class CompletionRequest:
         if self.forced_ids and self.sampling.grammar:
             raise InvalidInputError("forced_token_ids don't go with a grammar", hint="send one of them")
         if not self.prompt_ids:
-            raise InvalidInputError("the prompt is empty", hint="send at least one token")
+            raise InvalidInputError("prompt is empty", hint="send at least one token")
         if not 0 <= self.continued < len(self.prompt_ids):
             raise InvalidInputError("continued is out of range", hint="it counts ids of the prompt, but not all")

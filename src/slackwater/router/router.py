@@ -268,7 +268,7 @@ def _refused(refusal: Refusal, request: CompletionRequest) -> SlackwaterError:
             held = ", ".join(map(str, refusal.versions)) or "none"
             return PolicyUnmetError(
                 f"no replica holds {request.policy}; held: {held}",
-                hint="retry once the fleet has swapped",
+                hint=request.policy.way_out(refusal.versions),
                 versions=refusal.versions,
             )
         case "not_found":
