@@ -98,8 +98,8 @@ QUICK: Final = Scale(
 """Enough to see that everything works."""
 
 
-HELD: Final = Scale(streams=(16,), repeats=1)
-"""The load that targets are of, once."""
+HELD: Final = Scale(streams=(16,))
+"""The load that targets are of, and the one of several turns."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -236,7 +236,7 @@ def main() -> None:
     """Measure, print tables, and print the claims as the last line."""
     parser = argparse.ArgumentParser(description="measure the embedded engine under load, beside other engines")
     parser.add_argument("--quick", action="store_true", help="a little of everything: to see that results are right")
-    parser.add_argument("--held", action="store_true", help="only the load that targets are of, once")
+    parser.add_argument("--held", action="store_true", help="only the loads of sixteen readers and of several turns")
     asked = parser.parse_args()
     quick, scale = asked.quick, QUICK if asked.quick else HELD if asked.held else Scale()
     show, before = printer(), measure.load()
