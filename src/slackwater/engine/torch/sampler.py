@@ -165,15 +165,7 @@ def _mask(ids: npt.NDArray[np.int32]) -> bytes:
 
 
 def _add_raw(raw: Tensor, asks: Sequence[Ask], drawn: dict[int, Drawn]) -> None:
-    wanted = [row for row, ask in enumerate(asks) if row in drawn and ask.spec.raw_logprobs]
-    rows: list[int] = []
-    for row in wanted:
-        if _is_plain(asks[row]):
-            one = drawn[row]
-            raws = {"raw_top_ids": one.top_ids, "raw_top_logprobs": one.top_logprobs}
-            drawn[row] = replace(one, raw_logprob=one.logprob, **raws)
-        else:
-            rows.append(row)
+    rows = [row for row, ask in enumerate(asks) if row in drawn and ask.spec.raw_logprobs]
     if not rows:
         return
     whole = support(_relative(_some(raw, rows)), [_PLAIN] * len(rows))
@@ -182,13 +174,6 @@ def _add_raw(raw: Tensor, asks: Sequence[Ask], drawn: dict[int, Drawn]) -> None:
         count = asks[row].spec.top_logprobs
         ids, logs = whole.top(at, count) if count else ((), ())
         drawn[row] = replace(drawn[row], raw_logprob=logprob, raw_top_ids=ids, raw_top_logprobs=logs)
-
-
-def _is_plain(ask: Ask) -> bool:
-    """Whether the processed distribution is the raw one, bit for bit."""
-    spec = ask.spec
-    uncut = not spec.top_k and spec.top_p == 1.0 and spec.min_p == 0.0
-    return uncut and spec.temperature == 1.0 and not changes(spec, ask.banned, ask.allowed)
 
 
 def _mix(value: int) -> int:

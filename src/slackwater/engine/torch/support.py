@@ -87,7 +87,7 @@ class Support:
         """The ``count`` most probable tokens of a row and their logs, falling; ties by rising id."""
         values = self.relative[row].numpy()
         count = min(count, len(values))
-        least = max(float(self.relative[row].topk(count).values[-1]), self.floors[row])
+        least = max(np.partition(values, len(values) - count)[-count], self.floors[row])
         ids = np.flatnonzero(values >= least)
         ids = ids[np.argsort(-values[ids], kind="stable")][:count]
         logs = values[ids].astype(np.float64) - float(self.reached[row, -1].log())
