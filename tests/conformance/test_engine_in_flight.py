@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from core_rig import flips
 
-from slackwater.checkpoint.tensor import WIDTHS, TileWrite, tiles
+from slackwater.checkpoint.tensor import TileWrite, tiles
 from slackwater.config.in_flight import InFlight
 from slackwater.engine.torch.batch import CHUNK, Shaping
 from slackwater.engine.torch.core import Core
@@ -78,18 +79,6 @@ def request(key: int, length: int, *, tokens: int = 60, policy: PolicyConstraint
     return CompletionRequest(
         request_id=RequestId(f"r{key}"), prompt_ids=prompt_of(key, length), sampling=sampling(tokens), policy=policy
     )
-
-
-def flips(weights: WeightBits, seed: int = 0) -> list[TileWrite]:
-    random = np.random.default_rng(seed)
-    made: list[TileWrite] = []
-    for name, spec in weights.specs.items():
-        sign = spec.bits_dtype.type(1 << (8 * WIDTHS[spec.dtype] - 1))
-        for tile in tiles(spec):
-            positions = np.flatnonzero(random.random(tile.count) < 0.3).astype(np.uint32)
-            values = weights.read(name, tile)[positions] ^ sign
-            made.append(TileWrite(name=name, tile=tile, positions=positions, values=values))
-    return made
 
 
 def nans(weights: WeightBits) -> list[TileWrite]:

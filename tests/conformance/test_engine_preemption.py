@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from core_rig import run, steps
+from core_rig import flips, run, steps
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from traced_rig import WINDOW, Traced
 
-from slackwater.checkpoint.tensor import WIDTHS, TileWrite, tiles
 from slackwater.config.in_flight import InFlight
 from slackwater.engine.torch.batch import Shaping
 from slackwater.engine.torch.core import Core
@@ -77,18 +76,6 @@ def preempted(bench: Traced) -> int:
 
 def ids(made: Iterable[TokenStep]) -> list[int]:
     return [step.token_id for step in made]
-
-
-def flips(weights: WeightBits) -> list[TileWrite]:
-    random = np.random.default_rng(0)
-    made: list[TileWrite] = []
-    for name, spec in weights.specs.items():
-        sign = spec.bits_dtype.type(1 << (8 * WIDTHS[spec.dtype] - 1))
-        for tile in tiles(spec):
-            positions = np.flatnonzero(random.random(tile.count) < 0.3).astype(np.uint32)
-            values = weights.read(name, tile)[positions] ^ sign
-            made.append(TileWrite(name=name, tile=tile, positions=positions, values=values))
-    return made
 
 
 BOUND = 100

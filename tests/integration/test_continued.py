@@ -73,7 +73,8 @@ def fleet(started: tuple[Fleet, str]) -> Fleet:
             fleet.start(name)
         await_version(fleet.urls[name], 0)
     fleet.killed.clear()
-    until(lambda: all(row["health"] == "good" for row in rows(url)), "the gateway sees both replicas")
+    serves = {"health": "good", "status": "serving"}
+    until(lambda: all(serves.items() <= row.items() for row in rows(url)), "the gateway sees both replicas")
     return fleet
 
 

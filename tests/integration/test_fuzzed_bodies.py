@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import aiohttp
 import pytest
+from served_rig import Served
 from starlette.applications import Starlette
 from starlette.routing import Route
 
@@ -23,9 +24,6 @@ from slackwater.api.schema import FIELDS
 from slackwater.api.tokens import ChatTokenizer
 from slackwater.engine.torch.engine import TorchEngine
 from slackwater.ids import BootId, ReplicaId, RunId, Version
-from slackwater.rollout.completer import Answer
-from slackwater.rollout.request import CompletionRequest
-from slackwater.rollout.routes import Routing
 from slackwater.testing.loopback import Loopback
 from slackwater.testing.tiny_model import write_tiny_model
 
@@ -103,22 +101,6 @@ KNOWN: Final = (("/v1/completions", b'{"prompt": "hi", "min_tokens": 1, "stop_to
 """What was found so: it ended the engine."""
 NAMES: Final = sorted({*FIELDS, *(name for bodies in VALID.values() for body in bodies for name in body), "x", ""})
 CALLERS_FAULT: Final = frozenset(kind for kind, status in STATUS.items() if status < HTTPStatus.INTERNAL_SERVER_ERROR)
-
-
-class Served:
-    """An engine as a completer, with nothing between."""
-
-    def __init__(self, engine: TorchEngine) -> None:
-        self._engine = engine
-
-    def window(self) -> int:
-        return self._engine.describe().window
-
-    def routing(self) -> Routing | None:
-        return self._engine.describe().routing
-
-    async def complete(self, request: CompletionRequest) -> Answer:
-        return await self._engine.generate(request)
 
 
 def places(value: Any) -> list[tuple[Any, Any]]:

@@ -8,15 +8,13 @@ from typing import Any, Final, Literal
 import pytest
 from openai import AsyncOpenAI, BadRequestError
 from pydantic import BaseModel
+from served_rig import Served
 
 from slackwater.api.app import create_app
 from slackwater.api.auth import Keys
 from slackwater.api.tokens import ChatTokenizer
 from slackwater.engine.torch.engine import TorchEngine
 from slackwater.ids import BootId, ReplicaId, RunId, Version
-from slackwater.rollout.completer import Answer
-from slackwater.rollout.request import CompletionRequest
-from slackwater.rollout.routes import Routing
 from slackwater.testing.loopback import Loopback
 from slackwater.testing.tiny_model import IM_END, write_tiny_model
 
@@ -30,22 +28,6 @@ class Tide(BaseModel):
 
     kind: Literal["ebb", "flood"]
     rising: bool
-
-
-class Served:
-    """An engine as a completer, with nothing between."""
-
-    def __init__(self, engine: TorchEngine) -> None:
-        self._engine = engine
-
-    def window(self) -> int:
-        return self._engine.describe().window
-
-    def routing(self) -> Routing | None:
-        return None
-
-    async def complete(self, request: CompletionRequest) -> Answer:
-        return await self._engine.generate(request)
 
 
 @pytest.fixture(scope="module")

@@ -9,15 +9,13 @@ import pytest
 from chat_rig import THINKING, TOOLS, tokenizer_with
 from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from served_rig import Served
 
 from slackwater.api.app import create_app
 from slackwater.api.auth import Keys
 from slackwater.api.tokens import ChatTokenizer
 from slackwater.engine.torch.engine import TorchEngine
 from slackwater.ids import BootId, ReplicaId, RunId, Version
-from slackwater.rollout.completer import Answer
-from slackwater.rollout.request import CompletionRequest
-from slackwater.rollout.routes import Routing
 from slackwater.testing.loopback import Loopback
 from slackwater.testing.tiny_model import IM_END, write_tiny_model
 
@@ -26,22 +24,6 @@ HI: Final[list[Any]] = [{"role": "user", "content": "hi"}]
 ARGUMENTS: Final = '{"word": "\u00e9\u20ac"}'
 CALL: Final = '<tool_call>\n{"name": "look_up", "arguments": ' + ARGUMENTS + "}\n</tool_call>"
 SAID: Final = f"It is a word.\n</think>\n\nLet me see.\n{CALL}\n{CALL}"
-
-
-class Served:
-    """An engine as a completer, with nothing between."""
-
-    def __init__(self, engine: TorchEngine) -> None:
-        self._engine = engine
-
-    def window(self) -> int:
-        return self._engine.describe().window
-
-    def routing(self) -> Routing | None:
-        return self._engine.describe().routing
-
-    async def complete(self, request: CompletionRequest) -> Answer:
-        return await self._engine.generate(request)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 That code was made for training and keeps no cache: each pass runs an answer from its first token on.
 """
 
-import re
 from collections.abc import Mapping
 from importlib import import_module, metadata
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch import nn
 from slackwater.checkpoint.tensor import TensorSpec
 from slackwater.engine.placement import place
 from slackwater.engine.torch.arena import gather
-from slackwater.engine.torch.built import Built
+from slackwater.engine.torch.built import Built, layer_of
 from slackwater.engine.torch.fla import in_use, standing_in
 from slackwater.engine.torch.folder import empty, fill, read_config, spec_of
 from slackwater.engine.torch.misfit import fitting
@@ -32,7 +31,6 @@ _IDLE: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     }
 )
 """How the names begin of what text alone, without a draft model, doesn't use."""
-_LAYER: Final = re.compile(r"\blayers\.(\d+)\.")
 
 
 def build(folder: Path, architecture: str, stored: Mapping[str, TensorSpec]) -> Built:
@@ -132,7 +130,7 @@ def _routing(routers: Mapping[int, Any]) -> Routing | None:
 
 
 def _layer(name: str) -> int:
-    found = _LAYER.search(name)
-    if found is None:
+    layer = layer_of(name)
+    if layer is None:
         raise InternalError(f"{_DISTRIBUTION} has a router outside of its layers: {name}", hint="report it")
-    return int(found[1])
+    return layer

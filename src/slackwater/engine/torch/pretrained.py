@@ -12,7 +12,7 @@ from torch import nn
 from slackwater.checkpoint.tensor import TensorSpec
 from slackwater.engine.placement import place
 from slackwater.engine.torch.arena import gather
-from slackwater.engine.torch.built import Built
+from slackwater.engine.torch.built import Built, layer_of
 from slackwater.engine.torch.folder import DTYPE_OF, differing, empty, fill, spec_of
 from slackwater.engine.torch.misfit import fitting
 from slackwater.errors import UnsupportedError
@@ -31,7 +31,6 @@ _AS_STORED: Final = (
 """Small tensors that modules compute with whatever their dtype is. The loader may give them another than the file does;
 here they have the file's, as a trainer sees them.
 """
-_LAYER: Final = re.compile(r"\blayers\.(\d+)\.")
 
 
 def build(folder: Path, architecture: str, stored: Mapping[str, TensorSpec], *, attention: str) -> Built:
@@ -132,10 +131,11 @@ def _routers(module: nn.Module) -> dict[int, nn.Module]:
     """By number of layer: modules that have a row of weights for each of ``num_experts``, and choose ``top_k``."""
     found: dict[int, nn.Module] = {}
     for name, part in module.named_modules():
-        layer, weight = _LAYER.search(name), getattr(part, "weight", None)
+        layer, weight = layer_of(name), getattr(part, "weight", None)
         sizes: tuple[Any, Any] = (getattr(part, "num_experts", None), getattr(part, "top_k", None))
-        if layer and isinstance(weight, torch.Tensor) and None not in sizes and weight.shape[0] == sizes[0]:
-            found[int(layer[1])] = part
+        chooses = isinstance(weight, torch.Tensor) and None not in sizes and weight.shape[0] == sizes[0]
+        if layer is not None and chooses:
+            found[layer] = part
     return dict(sorted(found.items()))
 
 

@@ -7,9 +7,8 @@ from torch import Tensor
 
 from slackwater.engine.torch.batch import Batch, Pass, Piece
 from slackwater.engine.torch.model import LoadedModel
-from slackwater.engine.torch.recording import recording
+from slackwater.engine.torch.recording import Recorder
 from slackwater.engine.torch.routing import RouteStore
-from slackwater.engine.torch.tap import RouterTap
 from slackwater.errors import InternalError
 
 
@@ -30,8 +29,12 @@ class RerunRunner:
         self._vocab_size: Final = model.vocab_size
         self._tokens: Final[dict[int, list[int]]] = {}
         self._recorded: Final[dict[int, int]] = {}
-        self.routes: Final = RouteStore(model.routing, slots=slots, window=window) if model.routing else None
-        self._tap: Final = RouterTap(model.routers, model.routing) if model.routing else None
+        self._recorder: Final = Recorder(model, slots=slots, window=window)
+
+    @property
+    def routes(self) -> RouteStore | None:
+        """See `Runner.routes`."""
+        return self._recorder.routes
 
     def run(self, work: Pass) -> Tensor:
         """See `Runner.run`: pieces that aren't wanted are run with later ones of their slot."""
@@ -61,7 +64,7 @@ class RerunRunner:
     def _last(self, slot: int) -> Tensor:
         """``[vocab]``: logits after all tokens of a slot."""
         batch = Batch.of([Piece(slot=slot, start=0, tokens=self._tokens[slot])])
-        with recording(self._tap, self.routes, batch, known=self._recorded[slot]):
+        with self._recorder.recording(batch, known=self._recorded[slot]):
             output = self._module(input_ids=batch.ids)
         self._recorded[slot] = len(self._tokens[slot])
         return output.logits[0, -1]

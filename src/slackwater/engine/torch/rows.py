@@ -73,8 +73,8 @@ class PlainRows:
         self._heads: Final = model.kv_heads
         width = -(-window // _LINE) * _LINE
         rows, size = (slots, model.kv_heads), model.head_dim
-        self._keys: Final = [_zeros((*rows, size, width), self._dtype) for _ in range(model.layers)]
-        self._values: Final = [_zeros((*rows, width, size), self._dtype) for _ in range(model.layers)]
+        self._keys: Final = [untouched((*rows, size, width), self._dtype) for _ in range(model.layers)]
+        self._values: Final = [untouched((*rows, width, size), self._dtype) for _ in range(model.layers)]
         self._scratch: Final = [np.empty(width, dtype=np.float32) for _ in range(threads)]
         self._pool: Final = ThreadPoolExecutor(threads - 1, thread_name_prefix="attention") if threads > 1 else None
         self._slots: _Places = np.empty(0, dtype=np.int64)
@@ -126,6 +126,6 @@ class PlainRows:
         return held.view(torch.uint16).numpy() if self._dtype == torch.bfloat16 else held.numpy()
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Held:
-    # numpy asks the system for zeroed pages, which cost nothing until they are used.
+def untouched(shape: tuple[int, ...], dtype: torch.dtype) -> Held:
+    """Zeros that take no memory before they are used: numpy asks the system for zeroed pages."""
     return np.zeros(math.prod(shape), np.uint16 if dtype == torch.bfloat16 else np.float32).reshape(shape)

@@ -1,7 +1,7 @@
 """The runner of models whose layers all attend: every slot's tokens share passes, and rows can be shared anywhere."""
 
-from collections.abc import Generator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -10,13 +10,12 @@ from torch import Tensor
 
 from slackwater.engine.torch.batch import Batch, Pass, Piece
 from slackwater.engine.torch.experts import use_experts
-from slackwater.engine.torch.kernels.quicken import quicken, torch_alone
+from slackwater.engine.torch.kernels.quicken import quicken, quickly
 from slackwater.engine.torch.kernels.team import Team
 from slackwater.engine.torch.model import LoadedModel
-from slackwater.engine.torch.recording import recording
+from slackwater.engine.torch.recording import Recorder
 from slackwater.engine.torch.routing import RouteStore
 from slackwater.engine.torch.slots import SlotStore
-from slackwater.engine.torch.tap import RouterTap
 
 
 class SlotRunner:
@@ -36,12 +35,16 @@ class SlotRunner:
         self._model: Final = model
         self._team: Final = Team(threads)
         self._store: Final = SlotStore(model, slots=slots, window=window, team=self._team)
-        self.routes: Final = RouteStore(model.routing, slots=slots, window=window) if model.routing else None
-        self._tap: Final = RouterTap(model.routers, model.routing) if model.routing else None
+        self._recorder: Final = Recorder(model, slots=slots, window=window)
         if model.routing:
             use_experts(model.module, invariant=invariant)
-        self._quick: Final = quicken(model.module, self._team)
+        self._quick: Final = partial(quickly, self._team) if quicken(model.module, self._team) else nullcontext
         self._warm()
+
+    @property
+    def routes(self) -> RouteStore | None:
+        """See `Runner.routes`."""
+        return self._recorder.routes
 
     def run(self, work: Pass) -> Tensor:
         """See `Runner.run`."""
@@ -50,7 +53,7 @@ class SlotRunner:
         ends = np.array(batch.ends, dtype=np.int64)[list(work.wanted)]
         kept: Any = torch.from_numpy(ends)  # pyright: ignore[reportUnknownMemberType]
         module: Any = self._model.module
-        with self._awake(), recording(self._tap, self.routes, batch):
+        with self._quick(), self._recorder.recording(batch):
             output = module(
                 input_ids=batch.ids,
                 position_ids=batch.positions,
@@ -67,18 +70,12 @@ class SlotRunner:
         """Have the kernels compiled: that stops every thread for seconds, so it is done before anybody is served."""
         self.run(Pass(pieces=[Piece(slot=0, start=0, tokens=[0])], wanted=[0]))
 
-    @contextmanager
-    def _awake(self) -> Generator[None]:
-        with torch_alone() if self._quick else nullcontext(), self._team.awake():
-            yield
-
     def copy(self, slot: int, *, source: int, count: int) -> None:
         """See `Runner.copy`."""
         if slot == source:
             return
         self._store.rows.copy(slot, source=source, count=count)
-        if self.routes:
-            self.routes.copy(slot, source=source, count=count)
+        self._recorder.copy(slot, source=source, count=count)
 
     def mark(self, slot: int) -> None:
         """See `Runner.mark`: everything stays at hand."""

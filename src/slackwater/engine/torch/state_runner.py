@@ -10,9 +10,8 @@ from transformers import DynamicCache
 
 from slackwater.engine.torch.batch import Batch, Pass, Piece
 from slackwater.engine.torch.model import LoadedModel
-from slackwater.engine.torch.recording import recording
+from slackwater.engine.torch.recording import Recorder
 from slackwater.engine.torch.routing import RouteStore
-from slackwater.engine.torch.tap import RouterTap
 from slackwater.errors import InternalError
 
 
@@ -42,8 +41,12 @@ class StateRunner:
         self._vocab_size: Final = model.vocab_size
         self._live: Final[dict[int, _State]] = {}
         self._marked: Final[dict[int, _State]] = {}
-        self.routes: Final = RouteStore(model.routing, slots=slots, window=window) if model.routing else None
-        self._tap: Final = RouterTap(model.routers, model.routing) if model.routing else None
+        self._recorder: Final = Recorder(model, slots=slots, window=window)
+
+    @property
+    def routes(self) -> RouteStore | None:
+        """See `Runner.routes`."""
+        return self._recorder.routes
 
     def run(self, work: Pass) -> Tensor:
         """See `Runner.run`."""
@@ -60,8 +63,7 @@ class StateRunner:
             raise InternalError(f"slot {source} has states of {has} tokens, not of {count}", hint="report it")
         self._live[slot] = state
         self._marked.pop(slot, None)
-        if self.routes and slot != source:
-            self.routes.copy(slot, source=source, count=count)
+        self._recorder.copy(slot, source=source, count=count)
 
     def mark(self, slot: int) -> None:
         """See `Runner.mark`."""
@@ -73,7 +75,7 @@ class StateRunner:
     def _advance(self, piece: Piece) -> Tensor:
         """``[vocab]``: logits after a piece."""
         state, batch = self._own(piece), Batch.of([piece])
-        with recording(self._tap, self.routes, batch):
+        with self._recorder.recording(batch):
             output = self._module(
                 input_ids=batch.ids,
                 position_ids=batch.positions,

@@ -1,11 +1,9 @@
 """Rows of keys and values as AMX's tiles want them, and attention over them."""
 
-import math
 from collections.abc import Iterator
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -14,6 +12,7 @@ from slackwater.engine.torch.kernels import tile_attention as job
 from slackwater.engine.torch.kernels import tiles
 from slackwater.engine.torch.kernels.team import Team, share
 from slackwater.engine.torch.model import LoadedModel
+from slackwater.engine.torch.rows import untouched
 
 _MARGIN: Final = 48
 """Positions beyond the window: tiles are whole, and rows don't begin a power of two apart."""
@@ -36,8 +35,9 @@ class TileRows:
         self._size: Final = model.head_dim
         self._width: Final = -(-window // 32) * 32 + _MARGIN
         shape = (slots, model.kv_heads)
-        self._keys: Final = [_zeros((*shape, self._size // 2, self._width, 2)) for _ in range(model.layers)]
-        self._values: Final = [_zeros((*shape, self._width // 2, self._size, 2)) for _ in range(model.layers)]
+        keys, values = (*shape, self._size // 2, self._width, 2), (*shape, self._width // 2, self._size, 2)
+        self._keys: Final = [untouched(keys, torch.bfloat16) for _ in range(model.layers)]
+        self._values: Final = [untouched(values, torch.bfloat16) for _ in range(model.layers)]
         scratch = job.scratch_bytes(self._size, self._width)
         self._scratch: Final = np.zeros(scratch * team.threads + 64, dtype=np.uint8)
         self._shapes: Final = tiles.shapes()
@@ -124,8 +124,3 @@ def _dense(states: Tensor) -> Tensor:
     """``[1, heads, tokens, size]`` without the first, each head's numbers side by side."""
     held = states[0]
     return held if held.stride(2) == 1 and held.dtype == torch.bfloat16 else held.to(torch.bfloat16).contiguous()
-
-
-def _zeros(shape: tuple[int, ...]) -> npt.NDArray[np.uint16]:
-    # numpy asks the system for zeroed pages, which cost nothing until they are used.
-    return np.zeros(math.prod(shape), np.uint16).reshape(shape)

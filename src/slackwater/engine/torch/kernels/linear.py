@@ -111,8 +111,8 @@ def _write(scratch: int, row: int, first: int, job: Any) -> None:
 
 def _block(address: int, number: int, thread: int) -> None:
     job = array_at(address, 9, np.int64)
-    depth, tokens, row = job[_DEPTH], job[_TOKENS], number * 32
-    scratch = job[_SCRATCH] + thread * 5120
+    depth, tokens, row = job[_DEPTH], job[_TOKENS], number * _STRIP
+    scratch = job[_SCRATCH] + thread * _SCRATCH_BYTES
     weight = job[_WEIGHT] + row * depth * 2
     tiles.configure(job[_SHAPES])
     for first in range(0, tokens, 32):
@@ -133,7 +133,7 @@ def _multiply(
     job[_WEIGHT], job[_BIAS], job[_DEPTH], job[_WIDTH] = weight, bias, depth, width
     job[_TOKENS], job[_OUT] = tokens, out
     _pack(x, tokens, depth, job[_PACKED])
-    share(words, at, function, width // 32)
+    share(words, at, function, width // _STRIP)
 
 
 @cache

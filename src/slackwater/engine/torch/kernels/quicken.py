@@ -52,11 +52,12 @@ def _are_experts(part: Any) -> bool:
 
 
 @contextmanager
-def torch_alone() -> Generator[None]:
-    """Have torch use this thread alone: its threads and a team's would want the same cores."""
+def quickly(team: Team) -> Generator[None]:
+    """A pass of a model that was quickened. Torch has this thread alone: its threads would want the team's cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        yield
+        with team.awake():
+            yield
     finally:
         torch.set_num_threads(threads)

@@ -41,7 +41,7 @@ def scratch_bytes(size: int, width: int) -> int:
 
 
 def _put(address: int, number: int, _thread: int) -> None:
-    job = array_at(address, 21, np.int64)
+    job = array_at(address, WORDS, np.int64)
     size, width, kv_heads = job[SIZE], job[WIDTH], job[KV_HEADS]
     token, head = number // kv_heads, number % kv_heads
     slot, place = array_at(job[SLOTS], token + 1, np.int64)[token], array_at(job[PLACES], token + 1, np.int64)[token]
@@ -197,7 +197,7 @@ def _write(job: Any, token: int, rows: int, head: int, first: int, sums: Any, to
 
 
 def _attend(address: int, number: int, thread: int) -> None:
-    job = array_at(address, 21, np.int64)
+    job = array_at(address, WORDS, np.int64)
     size, width, kv_heads = job[SIZE], job[WIDTH], job[KV_HEADS]
     group, stretch, head = job[HEADS] // kv_heads, number // kv_heads, number % kv_heads
     pair = array_at(job[STRETCHES] + stretch * 16, 2, np.int64)
